@@ -1,0 +1,1 @@
+"""Who calls it: one file per framework."""

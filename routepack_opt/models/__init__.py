@@ -1,0 +1,1 @@
+"""What is optimised: one problem a file, with its data, exact objective and formulations."""

@@ -1,0 +1,1 @@
+"""How it is optimised: engines that know arrays, cells and ranks, and nothing of MoE."""

@@ -1,0 +1,1 @@
+"""Annealing of layouts: moves of samples between cells, scored incrementally and exactly."""
