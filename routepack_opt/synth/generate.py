@@ -28,7 +28,7 @@ def synth(preset: str | SynthPreset, num_samples: int | None = None, seed: int =
     preset
         A name in :data:`PRESETS`, or your own :class:`SynthPreset`.
     num_samples
-        N; None takes the preset's. Prompts hold ``group_size`` samples, the last one fewer when N does not divide.
+        N; None takes the preset's. Prompts hold ``samples_per_prompt`` samples, the last one fewer when N does not divide.
     seed
         Of this window. The layers' expert popularity belongs to the preset, not to the seed.
 
@@ -43,13 +43,13 @@ def synth(preset: str | SynthPreset, num_samples: int | None = None, seed: int =
         preset = PRESETS[preset]
     count = preset.num_samples if num_samples is None else _whole("num_samples", num_samples, low=1)
     seed = _whole("seed", seed, low=0)
-    group_ids = np.arange(count, dtype=np.int64) // preset.group_size
+    group_ids = np.arange(count, dtype=np.int64) // preset.samples_per_prompt
     lengths = _draw_lengths(preset, group_ids, np.random.default_rng([seed, 0]))
     popularity = _draw_popularity(preset)
     demand = np.empty((count, preset.num_layers, preset.num_experts), dtype=np.int32)
-    for start in range(0, count, preset.group_size):  # one prompt at a time bounds the memory of the draws
-        stop = min(start + preset.group_size, count)
-        rng = np.random.default_rng([seed, 1, start // preset.group_size])
+    for start in range(0, count, preset.samples_per_prompt):  # one prompt at a time bounds the memory of the draws
+        stop = min(start + preset.samples_per_prompt, count)
+        rng = np.random.default_rng([seed, 1, start // preset.samples_per_prompt])
         demand[start:stop] = _draw_demand(preset, popularity, lengths[start:stop] - 1, rng)
     return Window(lengths, demand, group_ids=group_ids, top_k=preset.top_k, meta=_meta(preset, seed))
 
@@ -97,10 +97,12 @@ def _draw_lengths(preset: SynthPreset, group_ids: NDArray[np.int64], rng: np.ran
 
 
 def _draw_popularity(preset: SynthPreset) -> NDArray[np.float64]:
-    """float64 [L, E], share of each expert in a layer's assignments: independent symmetric Dirichlet draws."""
+    """float64 [L, E], share of each expert in a layer's assignments: independent over layers."""
     rng = np.random.default_rng([preset.model_seed, preset.num_layers, preset.num_experts])
     weights = rng.standard_gamma(preset.expert_concentration, (preset.num_layers, preset.num_experts))
-    return _capped_shares(weights, preset.top_k)
+    factors = rng.standard_gamma(preset.group_concentration, (preset.num_layers, preset.num_expert_groups))
+    group_of_expert = np.arange(preset.num_experts) * preset.num_expert_groups // preset.num_experts
+    return _capped_shares(weights * factors[:, group_of_expert], preset.top_k)
 
 
 def _draw_demand(
@@ -126,7 +128,7 @@ def _capped_shares(weights: NDArray[np.float64], top_k: int) -> NDArray[np.float
     shares = weights / np.maximum(weights.sum(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
     shares = shares + _FLOOR / num_experts
     shares /= shares.sum(axis=-1, keepdims=True)
-    flat = shares.reshape(-1, num_experts)
+    flat = shares.reshape(-1, num_experts)  # a view: clipped below, in place
     over = np.flatnonzero(flat.max(axis=1) > cap)
     while over.size:  # clip, give the excess to the others in proportion; each pass clips at least one more expert
         part = flat[over]
@@ -136,7 +138,7 @@ def _capped_shares(weights: NDArray[np.float64], top_k: int) -> NDArray[np.float
         part = np.where(full, cap, rest * scale[:, None])
         flat[over] = part
         over = over[part.max(axis=1) > cap]
-    return flat.reshape(weights.shape)
+    return shares
 
 
 def _round_shares(
