@@ -1,0 +1,42 @@
+"""Moves: relabelling is optimal, slots are kept where experts stay."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from routepack_opt.models.moves import contiguous_ranks, num_moved, relabel_ranks, slots_from_ranks
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 3), (2, 3), (3, 4), (4, 2)]))
+@settings(max_examples=60, deadline=None)
+def test_relabelling_moves_the_fewest_experts_of_all_rank_permutations(seed, shape):
+    capacity, num_ranks = shape
+    rng = np.random.default_rng(seed)
+    standing = contiguous_ranks(1, capacity * num_ranks, num_ranks)
+    rank_of = rng.permuted(standing, axis=1)
+    relabelled = relabel_ranks(rank_of, standing, num_ranks)
+    best = min(int(num_moved(np.array(p)[rank_of], standing)[0]) for p in itertools.permutations(range(num_ranks)))
+    assert num_moved(relabelled, standing)[0] == best
+    same_group = rank_of[0][:, None] == rank_of[0]
+    assert (same_group == (relabelled[0][:, None] == relabelled[0])).all()
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=40, deadline=None)
+def test_slots_are_a_permutation_on_the_right_rank_and_kept_by_experts_that_stay(seed):
+    rng = np.random.default_rng(seed)
+    standing_slots = rng.permuted(np.tile(np.arange(12), (3, 1)), axis=1)
+    rank_of = rng.permuted(contiguous_ranks(3, 12, 4), axis=1)
+    slots = slots_from_ranks(rank_of, 4, standing_slots)
+    assert (np.sort(slots, axis=1) == np.arange(12)).all()
+    assert (slots // 3 == rank_of).all()
+    stays = standing_slots // 3 == rank_of
+    assert (slots[stays] == standing_slots[stays]).all()
+
+
+def test_identity_ranks_give_identity_slots():
+    assert slots_from_ranks(contiguous_ranks(2, 8, 4), 4).tolist() == [list(range(8))] * 2

@@ -1,0 +1,132 @@
+"""Placement: exact LPT, bounds against brute force, local search, standing placements."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from routepack_opt.errors import InvalidInput, TopologyError
+from routepack_opt.models import placement_bounds as bounds
+from routepack_opt.models.moves import contiguous_ranks, num_moved
+from routepack_opt.models.placement import lpt, placement_bounds, rank_loads, solve_placement
+
+
+def brute_force(load: np.ndarray, num_ranks: int) -> int:
+    """Smallest largest rank load of one layer, by branching over the rank of the lowest expert left."""
+    capacity = len(load) // num_ranks
+
+    def best(left: tuple[int, ...]) -> int:
+        if not left:
+            return 0
+        head, tail = left[0], left[1:]
+        value = None
+        for mates in itertools.combinations(tail, capacity - 1):
+            own = int(load[head]) + sum(int(load[m]) for m in mates)
+            rest = best(tuple(e for e in tail if e not in mates))
+            value = max(own, rest) if value is None else min(value, max(own, rest))
+        return value
+
+    return best(tuple(range(len(load))))
+
+
+def reference_lpt(load: np.ndarray, num_ranks: int) -> list[int]:
+    capacity = len(load) // num_ranks
+    rank_load, count, rank_of = [0] * num_ranks, [0] * num_ranks, [0] * len(load)
+    for e in sorted(range(len(load)), key=lambda e: (-load[e], e)):
+        p = min((p for p in range(num_ranks) if count[p] < capacity), key=lambda p: (rank_load[p], p))
+        rank_of[e], rank_load[p], count[p] = p, rank_load[p] + int(load[e]), count[p] + 1
+    return rank_of
+
+
+shapes = st.sampled_from([(2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (3, 3), (1, 4), (4, 1)])
+
+
+@st.composite
+def layers(draw, high=60):
+    capacity, num_ranks = draw(shapes)
+    values = st.one_of(st.integers(0, high), st.integers(0, 3))
+    load = draw(st.lists(values, min_size=capacity * num_ranks, max_size=capacity * num_ranks))
+    return np.array([load], dtype=np.int64), num_ranks
+
+
+@given(layers())
+@settings(max_examples=150, deadline=None)
+def test_bounds_never_exceed_the_optimum_and_search_never_undercuts_it(layer):
+    load, num_ranks = layer
+    optimum = brute_force(load[0], num_ranks)
+    bound, kind = placement_bounds(load, num_ranks)
+    assert bound[0] <= optimum
+    result = solve_placement(load, num_ranks)
+    assert optimum <= result.reached[0] == rank_loads(load, result.rank_of, num_ranks).max()
+    assert (np.bincount(result.rank_of[0], minlength=num_ranks) == load.shape[1] // num_ranks).all()
+    if load.shape[1] == 2 * num_ranks:
+        assert bound[0] == optimum, "pairing is exact for two experts a rank"
+    assert kind[0] in bounds.KINDS
+
+
+@given(layers())
+@settings(max_examples=100, deadline=None)
+def test_lpt_is_exactly_the_papers(layer):
+    load, num_ranks = layer
+    assert lpt(load, num_ranks)[0].tolist() == reference_lpt(load[0], num_ranks)
+
+
+@given(layers(high=2**50), st.integers(0, 10), st.floats(0, 1))
+@settings(max_examples=100, deadline=None)
+def test_max_moved_is_kept_and_the_standing_placement_is_never_made_worse(layer, shift, share):
+    load, num_ranks = layer
+    standing = np.roll(contiguous_ranks(1, load.shape[1], num_ranks), shift, axis=1)
+    result = solve_placement(load, num_ranks, standing=standing, max_moved=share)
+    assert num_moved(result.rank_of, standing)[0] <= share * load.shape[1] + 1e-9
+    assert result.reached[0] <= rank_loads(load, standing, num_ranks).max()
+    assert result.reached[0] == rank_loads(load, result.rank_of, num_ranks).max()
+
+
+def test_cardinality_bound_sees_one_expert_too_many():
+    falling = np.array([[10, 10, 10, 1, 1, 1]], dtype=np.int64)
+    assert bounds.cardinality_bound(falling, 2)[0] == 21
+    assert placement_bounds(falling, 2)[0][0] == 21
+
+
+def test_hot_pigeonhole_bound_sees_two_hot_ones_that_cannot_both_sit_alone():
+    falling = np.array([[20, 20, 20, 20, 5, 5, 5, 5, 5, 5, 5, 5]], dtype=np.int64)
+    assert bounds.hot_pigeonhole_bound(falling, 4)[0] == 30
+    falling = np.array([[10, 9, 6, 5, 4, 4]], dtype=np.int64)
+    assert bounds.hot_pigeonhole_bound(falling, 3)[0] == brute_force(falling[0], 3) == 14
+
+
+@pytest.mark.parametrize("row", [[0] * 8, [7] * 8])
+def test_all_zero_or_uniform_layer_moves_no_expert(row):
+    load = np.array([row], dtype=np.int64)
+    result = solve_placement(load, 4)
+    assert (result.rank_of == contiguous_ranks(1, 8, 4)).all()
+    standing = contiguous_ranks(1, 8, 4)[:, [3, 1, 2, 0, 7, 5, 6, 4]]
+    assert (solve_placement(load, 4, standing=standing).rank_of == standing).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(float("nan"), r"load\[0, 2\]: nan"), (-1, r"load\[0,2\]: -1 is below 0"), (1.5, "float64")]
+)
+def test_nan_negative_and_float_loads_are_rejected(value, message):
+    with pytest.raises(InvalidInput, match=message):
+        solve_placement(np.array([[1, 2, value, 4]]), 2)
+
+
+def test_experts_that_do_not_divide_over_ranks_name_the_next_valid_count():
+    with pytest.raises(TopologyError, match=r"E = 256 .* P = 3 .* next valid P is 4"):
+        solve_placement(np.ones((1, 256), dtype=np.int64), 3)
+
+
+def test_a_standing_placement_with_a_crowded_rank_is_rejected():
+    with pytest.raises(InvalidInput, match=r"standing\[0\]: EP rank 0 holds 3 experts; expected 2"):
+        solve_placement(np.ones((1, 4), dtype=np.int64), 2, standing=[[0, 0, 0, 1]])
+
+
+def test_same_input_and_seed_give_the_same_placement():
+    load = np.random.default_rng(0).integers(0, 1000, (6, 32))
+    one, two = solve_placement(load, 8, seed=3), solve_placement(load, 8, seed=3)
+    assert (one.rank_of == two.rank_of).all()
