@@ -28,7 +28,8 @@ def synth(preset: str | SynthPreset, num_samples: int | None = None, seed: int =
     preset
         A name in :data:`PRESETS`, or your own :class:`SynthPreset`.
     num_samples
-        N; None takes the preset's. Prompts hold ``samples_per_prompt`` samples, the last one fewer when N does not divide.
+        N; None takes the preset's. A prompt has ``samples_per_prompt`` samples, the last prompt fewer when N is no
+        multiple of it.
     seed
         Of this window. The layers' expert popularity belongs to the preset, not to the seed.
 
@@ -99,7 +100,9 @@ def _draw_lengths(preset: SynthPreset, group_ids: NDArray[np.int64], rng: np.ran
 def _draw_popularity(preset: SynthPreset) -> NDArray[np.float64]:
     """float64 [L, E], share of each expert in a layer's assignments: independent over layers."""
     rng = np.random.default_rng([preset.model_seed, preset.num_layers, preset.num_experts])
-    weights = rng.standard_gamma(preset.expert_concentration, (preset.num_layers, preset.num_experts))
+    weights: NDArray[np.float64] = rng.standard_gamma(
+        preset.expert_concentration, (preset.num_layers, preset.num_experts)
+    )
     factors = rng.standard_gamma(preset.group_concentration, (preset.num_layers, preset.num_expert_groups))
     group_of_expert = np.arange(preset.num_experts) * preset.num_expert_groups // preset.num_experts
     return _capped_shares(weights * factors[:, group_of_expert], preset.top_k)
@@ -125,8 +128,8 @@ def _capped_shares(weights: NDArray[np.float64], top_k: int) -> NDArray[np.float
     """``weights`` [..., E] scaled to sum 1 with no share above 1/top_k (an expert takes a token at most once)."""
     num_experts = weights.shape[-1]
     cap = (1.0 - 1e-9) / top_k  # a hair below, so that rounding cannot pass the cap
-    shares = weights / np.maximum(weights.sum(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
-    shares = shares + _FLOOR / num_experts
+    shares: NDArray[np.float64] = weights / np.maximum(weights.sum(axis=-1, keepdims=True), np.finfo(np.float64).tiny)
+    shares += _FLOOR / num_experts
     shares /= shares.sum(axis=-1, keepdims=True)
     flat = shares.reshape(-1, num_experts)  # a view: clipped below, in place
     over = np.flatnonzero(flat.max(axis=1) > cap)

@@ -75,6 +75,8 @@ class SynthPreset:
             raise InvalidInput(f"preset {self.name!r}.top_k: {self.top_k} is not in 1..num_experts - 1")
         if not 1.0 <= self.mean_length <= self.token_cap:
             raise InvalidInput(f"preset {self.name!r}.mean_length: {self.mean_length} is not in 1..token_cap")
+        if not 0.0 <= self.prompt_tokens < self.mean_length:
+            raise InvalidInput(f"preset {self.name!r}.prompt_tokens: {self.prompt_tokens} is not in [0, mean_length)")
         for field in ("num_samples", "num_layers", "samples_per_prompt", "num_expert_groups"):
             if getattr(self, field) < 1:
                 raise InvalidInput(f"preset {self.name!r}.{field}: {getattr(self, field)} is below 1")
@@ -102,25 +104,25 @@ _ALL = (
         name="tiny",
         about="the paper's smaller run: 7.9B parameters, 1.3B active, one EDP shard",
         num_samples=512, num_layers=24, num_experts=128, top_k=8,
-        mean_length=1000.0, prompt_tokens=110.0, sigma_prompt=0.75, sigma_sample=0.6,
+        mean_length=1000.0, prompt_tokens=160.0, sigma_prompt=0.75, sigma_sample=0.6,
         expert_concentration=1.5, group_concentration=4.7, model_seed=4,
-        prompt_concentration=50.0, sample_concentration=100.0,
+        prompt_concentration=52.0, sample_concentration=104.0,
         dp=8, ep=8, shards=1, token_cap=8192,
     ),
     SynthPreset(
         name="flash",
         about="the paper's larger run: 124B parameters, 5.1B active, KDA + MLA, two EDP shards",
         num_samples=512, num_layers=24, num_experts=256, top_k=8,
-        mean_length=0.975 * 4 * 16 * 8192 / 512, prompt_tokens=110.0, sigma_prompt=0.75, sigma_sample=0.6,
+        mean_length=0.975 * 4 * 16 * 8192 / 512, prompt_tokens=160.0, sigma_prompt=0.75, sigma_sample=0.6,
         expert_concentration=1.5, group_concentration=13.0, model_seed=2,
-        prompt_concentration=24.0, sample_concentration=60.0,
+        prompt_concentration=27.0, sample_concentration=64.0,
         dp=16, ep=8, shards=2, token_cap=8192, linear_share=0.875,
     ),
     SynthPreset(
         name="v3",
         about="DeepSeek-V3 shape: 58 MoE layers x 256 experts on 32 EP ranks",
         num_samples=512, num_layers=58, num_experts=256, top_k=8,
-        mean_length=0.95 * 4 * 32 * 16384 / 512, prompt_tokens=110.0, sigma_prompt=0.75, sigma_sample=0.6,
+        mean_length=0.95 * 4 * 32 * 16384 / 512, prompt_tokens=160.0, sigma_prompt=0.75, sigma_sample=0.6,
         expert_concentration=1.4, group_concentration=8.0,
         prompt_concentration=60.0, sample_concentration=120.0,
         dp=32, ep=32, shards=1, token_cap=16384,
@@ -129,7 +131,7 @@ _ALL = (
         name="qwen3-30b",
         about="Qwen3-30B-A3B on a GSM8K/MATH-like step: 256 samples, one EDP shard",
         num_samples=256, num_layers=48, num_experts=128, top_k=8,
-        mean_length=950.0, prompt_tokens=110.0, sigma_prompt=0.75, sigma_sample=0.6,
+        mean_length=950.0, prompt_tokens=160.0, sigma_prompt=0.75, sigma_sample=0.6,
         expert_concentration=1.5, group_concentration=12.0,
         prompt_concentration=150.0, sample_concentration=300.0,
         dp=8, ep=8, shards=1, token_cap=8192,
