@@ -1,0 +1,218 @@
+"""One annealing chain on the CPU: a layout and a placement that move together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from routepack_opt.solvers.annealing import rank_swaps, sample_moves
+from routepack_opt.solvers.annealing.random import new_state
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_LANES = 8  # int32 lanes the layer axis is padded to
+_INT32_LIMIT = 2**30
+
+
+@dataclass(frozen=True)
+class ChainProblem:
+    """Everything a chain needs, as arrays (see docs/annealing.md).
+
+    Parameters
+    ----------
+    padded, tokens, squares, samples
+        int64 [n] per atom: tokens the cap counts, true tokens, sum of squared lengths, samples.
+    pinned
+        bool [n], atoms that may not change their DP rank.
+    demand
+        int32 [n, L, E].
+    shards
+        DP ranks of each shard.
+    num_rows, num_ranks, cap, max_samples, equal_samples
+        The grid R x D and its rules; ``max_samples`` 0 means any number.
+    alpha, beta
+        float64 [S]; gamma: float64 [L].
+    sync
+        "shard" or "row".
+    num_expert_ranks
+        P.
+    home, move_budget
+        int64 [L, E] standing EP rank of each expert and [L] how many may be away from it (-1: any number).
+    """
+
+    padded: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    squares: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    pinned: NDArray[np.bool_]
+    demand: NDArray[np.int32]
+    shards: tuple[tuple[int, ...], ...]
+    num_rows: int
+    num_ranks: int
+    cap: int
+    max_samples: int
+    equal_samples: bool
+    alpha: NDArray[np.float64]
+    beta: NDArray[np.float64]
+    gamma: NDArray[np.float64]
+    sync: Literal["shard", "row"]
+    num_expert_ranks: int
+    home: NDArray[np.int64]
+    move_budget: NDArray[np.int64]
+
+    @property
+    def shift(self) -> int:
+        """Right shift that keeps per-layer totals in int32; 0 but for windows of over 2^30 assignments a layer.
+
+        The chain then searches on rounded loads; its result is scored exactly afterwards like any other.
+        """
+        bound = int(self.demand.max(initial=0)) * self.demand.shape[2]  # cheap upper bound a sample, then exact
+        if bound * self.demand.shape[0] < _INT32_LIMIT:
+            return 0
+        total = int(self.demand.sum(axis=(0, 2), dtype=np.int64).max())
+        return max(0, total.bit_length() - 30)
+
+
+class Chain:
+    """A layout with its placement; ``anneal`` and ``refine`` change it in place."""
+
+    def __init__(
+        self,
+        problem: ChainProblem,
+        cell_of: NDArray[np.int64],
+        rank_of: NDArray[np.int64],
+        *,
+        seed: int,
+        stream: int,
+        spread: float = 0.5,
+    ) -> None:
+        """Start from ``cell_of`` [n] (cell r*D + d) and ``rank_of`` [L, E]."""
+        self.problem = problem
+        self.rng = new_state(seed, stream)
+        self.rank_of = rank_of.astype(np.int64, order="C").copy()
+        self.shift = problem.shift
+        n, num_layers, num_experts = problem.demand.shape
+        num_shards = len(problem.shards)
+        num_x = problem.num_rows * num_shards
+        num_cells = problem.num_rows * problem.num_ranks
+        padded_layers = -(-num_layers // _LANES) * _LANES
+        order = np.argsort(problem.padded, kind="stable")
+        position = np.empty(n, dtype=np.int64)
+        position[order] = np.arange(n)
+        self.atoms = sample_moves.Atoms(
+            problem.padded,
+            problem.tokens,
+            problem.squares,
+            problem.samples,
+            problem.pinned.astype(np.uint8),
+            order.astype(np.int64),
+            position,
+        )
+        shard_of_rank = np.empty(problem.num_ranks, dtype=np.int64)
+        cells = np.full((num_x, max(map(len, problem.shards))), -1, dtype=np.int64)
+        for g, ranks in enumerate(problem.shards):
+            shard_of_rank[list(ranks)] = g
+            for r in range(problem.num_rows):
+                cells[r * num_shards + g, : len(ranks)] = r * problem.num_ranks + np.asarray(ranks)
+        rows, ranks_of_cells = np.divmod(np.arange(num_cells, dtype=np.int64), problem.num_ranks)
+        self.grid = sample_moves.Grid(
+            rows * num_shards + shard_of_rank[ranks_of_cells],
+            ranks_of_cells,
+            cells,
+            num_shards,
+            int(problem.cap),
+            int(problem.max_samples) or 2**62,
+            bool(problem.equal_samples),
+            problem.sync == "row",
+            float(spread),
+        )
+        gamma = np.zeros(padded_layers)
+        gamma[:num_layers] = problem.gamma * float(2**self.shift)
+        # an attention-free cost still needs one stage for the kernels' loops
+        alpha = problem.alpha if problem.alpha.size else np.zeros(1)
+        beta = problem.beta if problem.beta.size else np.zeros(1)
+        uniform = bool((problem.gamma == problem.gamma[0]).all())
+        self.costs = sample_moves.Costs(alpha, beta, gamma, uniform, float(problem.cap))
+        self.loads = np.zeros((n, problem.num_expert_ranks, padded_layers), dtype=np.int32)
+        self.expert_rows = np.zeros((num_x, num_layers, num_experts), dtype=np.int32)
+        self.state = sample_moves.State(
+            cell_of.astype(np.int64).copy(),
+            *(np.zeros(num_cells, dtype=np.int64) for _ in range(5)),
+            np.zeros((num_cells, alpha.shape[0])),
+            np.zeros((num_x, problem.num_expert_ranks, padded_layers), dtype=np.int32),
+            *(np.zeros(num_x) for _ in range(4)),
+            np.zeros(num_shards),
+            np.zeros(2),
+        )
+        self._peaks = (np.zeros(padded_layers, dtype=np.int32), np.zeros(padded_layers, dtype=np.int32))
+        self.rebuild()
+
+    @property
+    def energy(self) -> float:
+        """Current energy (incremental; :meth:`recompute` removes float drift)."""
+        return float(self.state.summary[0])
+
+    def rebuild(self) -> None:
+        """Recompute per-rank loads of every atom after the placement changed, then everything else."""
+        rank_swaps.build_loads(self.problem.demand, self.rank_of, self.loads, self.shift)
+        self.recompute()
+
+    def recompute(self) -> None:
+        """Recompute the state from the cells of the atoms."""
+        sample_moves.recompute(self.atoms, self.grid, self.costs, self.loads, self.state, self._peaks[0])
+
+    def anneal(self, temperature: float, num_steps: int, relocate_share: float = 0.15) -> int:
+        """Metropolis moves of atoms; returns how many proposals were scored."""
+        return int(
+            sample_moves.anneal(
+                self.atoms,
+                self.grid,
+                self.costs,
+                self.loads,
+                self.state,
+                float(temperature),
+                int(num_steps),
+                float(relocate_share),
+                self.rng,
+                *self._peaks,
+            )
+        )
+
+    def refine(self, temperature: float, steps_per_layer: int) -> int:
+        """Metropolis swaps of experts against the standing rows; returns how many were accepted."""
+        rank_swaps.build_expert_rows(
+            self.problem.demand, self.state.cell_of, self.grid.shard_row, self.expert_rows, self.shift
+        )
+        accepted = int(
+            rank_swaps.swap_experts(
+                self.expert_rows,
+                self.rank_of,
+                self.state.loads,
+                self.costs,
+                self.grid.num_shards,
+                self.grid.sync_row,
+                self.grid.spread,
+                self.state.costs,
+                self.state.shard_sums,
+                float(temperature),
+                int(steps_per_layer),
+                self.problem.home,
+                self.problem.move_budget,
+                self.rng,
+            )
+        )
+        if accepted:
+            self.rebuild()
+        return accepted
+
+    def copy_from(self, cell_of: NDArray[np.int64], rank_of: NDArray[np.int64]) -> None:
+        """Jump to another layout and placement."""
+        self.state.cell_of[:] = cell_of
+        if np.array_equal(rank_of, self.rank_of):
+            self.recompute()
+        else:
+            self.rank_of[:] = rank_of
+            self.rebuild()

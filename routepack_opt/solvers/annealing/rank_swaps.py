@@ -1,0 +1,153 @@
+"""Compiled Metropolis swaps of experts between ranks, against standing rows.
+
+The second half of the joint chain: rows are fixed, so the expert part of the cost is a sum over layers of the most
+loaded rank of every row-shard, and each layer can be improved by itself. Vectors over row-shards run in lanes.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit
+
+from routepack_opt.solvers.annealing.random import below, uniform
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def build_loads(demand, rank_of, out, shift):  # type: ignore[no-untyped-def]
+    """out [n, P, Lp] = per-rank loads of each atom; demand [n, L, E], rank_of [L, E]; counts are shifted right."""
+    n, num_layers, num_experts = demand.shape
+    out[:] = 0
+    for i in range(n):
+        for layer in range(num_layers):
+            for e in range(num_experts):
+                out[i, rank_of[layer, e], layer] += demand[i, layer, e] >> shift
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def build_expert_rows(demand, cell_of, shard_row, out, shift):  # type: ignore[no-untyped-def]
+    """out [X, L, E] = demand of every row-shard."""
+    n, num_layers, num_experts = demand.shape
+    out[:] = 0
+    for i in range(n):
+        x = shard_row[cell_of[i]]
+        for layer in range(num_layers):
+            for e in range(num_experts):
+                out[x, layer, e] += demand[i, layer, e] >> shift
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def swap_experts(expert_rows, rank_of, loads, costs, num_shards, sync_row, spread, row_costs, shard_sums,
+                 temperature, steps_per_layer, home, move_budget, rng):  # type: ignore[no-untyped-def]
+    """Metropolis swaps of two experts of one layer on different ranks; rows stand still.
+
+    Parameters
+    ----------
+    expert_rows
+        int32 [X, L, E].
+    rank_of
+        int64 [L, E], changed in place.
+    loads
+        int32 [X, P, Lp], kept in step with rank_of.
+    row_costs, shard_sums
+        float64 [X] and [G], J and its sums; kept in step.
+    home, move_budget
+        int64 [L, E] and [L]: at most move_budget[l] experts of layer l may be away from home (-1: any number).
+
+    Returns
+    -------
+    Number of accepted swaps.
+    """
+    num_x, num_layers, num_experts = expert_rows.shape
+    num_ranks = loads.shape[1]
+    vectors = np.empty((num_experts, num_x), np.int32)
+    sums = np.empty((num_ranks, num_x), np.int32)
+    peak = np.empty(num_x, np.int32)
+    new_peak = np.empty(num_x, np.int32)
+    weight = np.empty(num_x)
+    accepted = 0
+    for layer in range(num_layers):
+        gain = costs.gamma[layer] / costs.cap
+        if gain == 0.0:
+            continue
+        for x in range(num_x):
+            peak[x] = 0
+            for e in range(num_experts):
+                vectors[e, x] = expert_rows[x, layer, e]
+            for p in range(num_ranks):
+                sums[p, x] = loads[x, p, layer]
+                peak[x] = max(peak[x], sums[p, x])
+        away = 0
+        for e in range(num_experts):
+            if rank_of[layer, e] != home[layer, e]:
+                away += 1
+        # how much a unit of J[x] weighs in the energy now; the shard or row that is slowest carries the rest
+        _energy_weights(row_costs, num_shards, sync_row, spread, shard_sums, weight)
+        for _ in range(steps_per_layer):
+            e = below(rng, num_experts)
+            f = below(rng, num_experts)
+            p = rank_of[layer, e]
+            q = rank_of[layer, f]
+            if p == q:
+                continue
+            if move_budget[layer] >= 0:
+                h_e = home[layer, e]
+                h_f = home[layer, f]
+                change_away = (q != h_e) - (p != h_e) + (p != h_f) - (q != h_f)
+                if away + change_away > move_budget[layer] and change_away > 0:
+                    continue
+            else:
+                change_away = 0
+            for x in range(num_x):
+                d = vectors[f, x] - vectors[e, x]
+                new_peak[x] = max(np.int32(sums[p, x] + d), np.int32(sums[q, x] - d))
+            for r in range(num_ranks):
+                if r != p and r != q:
+                    for x in range(num_x):
+                        new_peak[x] = max(new_peak[x], sums[r, x])
+            change = 0.0
+            for x in range(num_x):
+                change += weight[x] * (new_peak[x] - peak[x])
+            change *= gain
+            if change > 0.0 and (temperature <= 0.0 or change > -temperature * math.log(uniform(rng))):
+                continue
+            accepted += 1
+            away += change_away
+            rank_of[layer, e] = q
+            rank_of[layer, f] = p
+            for x in range(num_x):
+                d = vectors[f, x] - vectors[e, x]
+                sums[p, x] += d
+                sums[q, x] -= d
+                step = gain * (new_peak[x] - peak[x])
+                row_costs[x] += step
+                shard_sums[x % num_shards] += step
+                peak[x] = new_peak[x]
+        for x in range(num_x):
+            for p in range(num_ranks):
+                loads[x, p, layer] = sums[p, x]
+    return accepted
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _energy_weights(row_costs, num_shards, sync_row, spread, shard_sums, weight):  # type: ignore[no-untyped-def]
+    num_x = row_costs.shape[0]
+    share = spread / num_shards
+    for x in range(num_x):
+        weight[x] = share
+    if sync_row:
+        for row in range(num_x // num_shards):
+            best = row * num_shards
+            for g in range(1, num_shards):
+                if row_costs[row * num_shards + g] > row_costs[best]:
+                    best = row * num_shards + g
+            weight[best] += 1.0 - spread
+        return
+    slowest = 0
+    for g in range(1, num_shards):
+        if shard_sums[g] > shard_sums[slowest]:
+            slowest = g
+    for x in range(num_x):
+        if x % num_shards == slowest:
+            weight[x] += 1.0 - spread
