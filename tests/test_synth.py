@@ -183,8 +183,8 @@ def assert_routable(window, top_k):
     concentration=st.sampled_from([0.01, 0.3, 50.0]),
 )
 def test_demand_is_what_top_k_routing_can_produce(count, seed, top_k, mean_length, concentration):
-    preset = replace(SMALL, top_k=top_k, mean_length=mean_length, prompt_tokens=0.5 * mean_length, expert_concentration=concentration,
-                     prompt_concentration=concentration, sample_concentration=concentration)  # fmt: skip
+    skew = dict.fromkeys(("expert_concentration", "prompt_concentration", "sample_concentration"), concentration)
+    preset = replace(SMALL, top_k=top_k, mean_length=mean_length, prompt_tokens=0.5 * mean_length, **skew)
     window = synth(preset, num_samples=count, seed=seed)
     assert window.num_samples == count
     assert_routable(window, top_k)
