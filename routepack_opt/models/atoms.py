@@ -1,0 +1,132 @@
+"""Atoms: the units a layout moves. A sample is one, or an atomic group of samples that shares a cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from routepack_opt.errors import Infeasible
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from routepack_opt.constraints import Constraints
+    from routepack_opt.window import Window
+
+
+@dataclass(frozen=True)
+class AtomSet:
+    """n atoms of a window.
+
+    Attributes
+    ----------
+    members
+        Sample indices of each atom, ascending.
+    padded, tokens, squares, samples
+        int64 [n]: tokens the cap counts, true tokens, sum of squared true lengths, number of samples.
+    demand
+        int32 [n, L, E]; the window's own array when every atom is one sample.
+    rank_groups
+        int64 [n] when atoms with equal value must share a DP rank, else None.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    padded: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+    squares: NDArray[np.int64]
+    samples: NDArray[np.int64]
+    demand: NDArray[np.int32]
+    rank_groups: NDArray[np.int64] | None
+
+    @property
+    def num_atoms(self) -> int:
+        """n."""
+        return len(self.members)
+
+    @property
+    def pinned(self) -> NDArray[np.bool_]:
+        """bool [n], atoms whose rank group holds more than themselves."""
+        if self.rank_groups is None:
+            return np.zeros(self.num_atoms, dtype=np.bool_)
+        _, inverse, counts = np.unique(self.rank_groups, return_inverse=True, return_counts=True)
+        return np.asarray(counts[inverse] > 1)
+
+
+def padded_lengths(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
+    """Lengths rounded up to a multiple, as the cap counts them."""
+    return -(-lengths // multiple) * multiple
+
+
+def build_atoms(window: Window, constraints: Constraints, token_cap: int) -> AtomSet:
+    """Group the samples of a window as its constraints ask.
+
+    Raises
+    ------
+    Infeasible
+        A sample or atomic group over the cap with ``oversize="error"``, or a group of more samples than a cell may
+        hold: names it, its size and the limit that would do.
+    """
+    padded = padded_lengths(window.lengths, constraints.pad_multiple)
+    groups = constraints.group_numbers(window.group_ids, window.num_samples)
+    in_cells = groups is not None and constraints.groups != "rank"
+    if groups is not None and in_cells:
+        names, inverse = np.unique(groups, return_inverse=True)
+        order = np.argsort(inverse, kind="stable")
+        starts = np.searchsorted(inverse[order], np.arange(names.size))
+        members = tuple(tuple(part.tolist()) for part in np.split(order, starts[1:]))
+        atoms = AtomSet(
+            members,
+            np.add.reduceat(padded[order], starts),
+            np.add.reduceat(window.lengths[order], starts),
+            np.add.reduceat(window.lengths[order] ** 2, starts),
+            np.diff(np.append(starts, order.size)).astype(np.int64),
+            np.add.reduceat(window.demand[order], starts, axis=0),
+            None,
+        )
+    else:
+        names = None
+        atoms = AtomSet(
+            tuple((i,) for i in range(window.num_samples)),
+            padded,
+            window.lengths,
+            window.lengths**2,
+            np.ones(window.num_samples, dtype=np.int64),
+            window.demand,
+            groups,
+        )
+    _check_sizes(window, atoms, constraints, token_cap, names)
+    return atoms
+
+
+def _check_sizes(
+    window: Window,
+    atoms: AtomSet,
+    constraints: Constraints,
+    token_cap: int,
+    names: NDArray[np.int64] | None,
+) -> None:
+    over = np.flatnonzero(atoms.padded > token_cap)
+    if over.size and constraints.oversize == "error":
+        first = int(over[0])
+        need = int(atoms.padded.max())
+        size = int(atoms.padded[first])
+        padding = f" (padded to a multiple of {constraints.pad_multiple})" if constraints.pad_multiple > 1 else ""
+        if names is None:
+            name = f"sample {first}" + (f" ({window.sample_ids[first]})" if window.sample_ids else "")
+        else:
+            name = f"group {int(names[first])} (samples {', '.join(map(str, atoms.members[first][:8]))})"
+        more = f", {over.size - 1} more like it" if over.size > 1 else ""
+        raise Infeasible(
+            f"{name}: length {size}{padding} exceeds the token cap {token_cap}{more};"
+            f" a cap of {need} would do, or oversize='alone'"
+        )
+    limit = constraints.max_samples_per_cell
+    if limit is not None and int(atoms.samples.max()) > limit:
+        first = int(np.argmax(atoms.samples))
+        name = f"group {int(names[first])}" if names is not None else f"sample {first}"
+        raise Infeasible(
+            f"{name}: holds {int(atoms.samples[first])} samples but a cell may hold {limit};"
+            f" max_samples_per_cell = {int(atoms.samples.max())} would do"
+        )
