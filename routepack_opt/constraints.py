@@ -63,7 +63,7 @@ class Constraints:
             raise InvalidInput(f"constraints.oversize: {self.oversize!r} is unknown; expected 'error' or 'alone'")
         if self.max_moved is not None:
             value = self.max_moved
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0.0 <= float(value) <= 1.0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
                 raise InvalidInput(f"constraints.max_moved: {value!r} is not a share between 0 and 1")
             object.__setattr__(self, "max_moved", float(value))
         object.__setattr__(self, "groups", _normalise_groups(self.groups))
@@ -77,7 +77,7 @@ class Constraints:
                 raise InvalidInput(f"constraints.groups: {len(self.groups)} group numbers for {num_samples} samples")
             return np.asarray(self.groups, dtype=np.int64)
         if window_group_ids is None:
-            raise InvalidInput("constraints.groups: the window carries no group_ids; store them or pass N group numbers")
+            raise InvalidInput("constraints.groups: the window has no group_ids; store them or pass N group numbers")
         return np.asarray(window_group_ids, dtype=np.int64)
 
     def to_json(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from routepack_opt.errors import InvalidInput
+from routepack_opt.errors import FormatError, InvalidInput
 
 if TYPE_CHECKING:
     import os
@@ -53,10 +53,13 @@ class Stage:
 def _weight(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise InvalidInput(f"{name}: {value!r} is not a number")
-    value = float(value)
-    if not math.isfinite(value) or value < 0:
-        raise InvalidInput(f"{name}: {value!r} is not a finite number >= 0")
-    return value
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number < 0:
+        raise InvalidInput(f"{name}: {number!r} is not a finite number >= 0")
+    return number
 
 
 @dataclass(frozen=True)
@@ -120,9 +123,7 @@ class CostModel:
         """float64 [L]; raises InvalidInput when a per-layer list has another length."""
         if isinstance(self.expert_weight, tuple):
             if len(self.expert_weight) != num_layers:
-                raise InvalidInput(
-                    f"cost.expert_weight: {len(self.expert_weight)} weights for {num_layers} MoE layers"
-                )
+                raise InvalidInput(f"cost.expert_weight: {len(self.expert_weight)} weights for {num_layers} MoE layers")
             return np.asarray(self.expert_weight, dtype=np.float64)
         return np.full(num_layers, self.expert_weight, dtype=np.float64)
 
@@ -158,7 +159,11 @@ class CostModel:
         """Read cost.json."""
         from routepack_opt.files import read_json
 
-        return cls.from_json(read_json(path), str(path))
+        value = read_json(path)
+        try:
+            return cls.from_json(value, "cost")
+        except InvalidInput as error:
+            raise FormatError(f"{path}: {error}") from None
 
 
 def dense_block(hidden: int, token_cap: int = 1) -> Stage:
@@ -212,9 +217,7 @@ def rank_loads(
     return result
 
 
-def expert_costs(
-    loads: NDArray[np.int64], expert_weights: NDArray[np.float64], token_cap: int
-) -> NDArray[np.float64]:
+def expert_costs(loads: NDArray[np.int64], expert_weights: NDArray[np.float64], token_cap: int) -> NDArray[np.float64]:
     """float64 [R, G], E[r, g] = (1/C) sum_l gamma_l max_p W[r, g, l, p]; ``loads`` is int64 [R, G, L, P]."""
     peaks = loads.max(axis=3)
     if (expert_weights == expert_weights[0]).all():  # integer sum first: exact, and the same in every order
@@ -261,7 +264,7 @@ def score(
     Parameters
     ----------
     cells
-        ``cells[row][dp_rank]`` lists sample indices; checked nowhere here, see :func:`routepack_opt.verify.verify_plan`.
+        ``cells[row][dp_rank]`` lists sample indices; not checked here, see :mod:`routepack_opt.verify`.
     logical_to_slot
         int64 [L, E], a bijection per layer; slot s lives on EP rank s // (E / P).
     """

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import zipfile
+import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -30,44 +32,57 @@ def _available_memory_bytes() -> int:
     return 1 << 62
 
 
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def _read_npy_header(stream: IO[bytes], field: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    try:
+        version = np.lib.format.read_magic(stream)
+        if version == (1, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, _NPY_HEADER_LIMIT)
+        elif version == (2, 0):
+            shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream, _NPY_HEADER_LIMIT)
+        else:
+            raise FormatError(f"{field}: npy version {version} is not supported; expected 1.0 or 2.0")
+    except (FormatError, OSError, MemoryError, zipfile.BadZipFile, zlib.error):
+        raise
+    except Exception as error:  # numpy parses the header as Python text, which fails in many ways
+        raise FormatError(f"{field}: not a valid npy array ({_one_line(error)})") from None
+    if any(isinstance(size, bool) or not 0 <= size < 1 << 62 for size in shape):
+        raise FormatError(f"{field}: header declares shape {_one_line(ValueError(shape))}; expected sizes >= 0")
+    if dtype.hasobject:
+        raise FormatError(f"{field}: object arrays need pickle and are refused; store plain numbers")
+    return shape, fortran, dtype
+
+
 def _read_npy_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> NDArray[Any]:
+    field = f"{path}: field {name!r}"
     with archive.open(info) as stream:
-        try:
-            version = np.lib.format.read_magic(stream)
-            if version == (1, 0):
-                shape, fortran, dtype = np.lib.format.read_array_header_1_0(stream, _NPY_HEADER_LIMIT)
-            elif version == (2, 0):
-                shape, fortran, dtype = np.lib.format.read_array_header_2_0(stream, _NPY_HEADER_LIMIT)
-            else:
-                raise FormatError(f"{path}: field {name!r}: npy version {version} is not supported; expected 1.0 or 2.0")
-        except FormatError:
-            raise
-        except ValueError as error:
-            raise FormatError(f"{path}: field {name!r}: not a valid npy array ({error})") from None
-        if dtype.hasobject:
-            raise FormatError(f"{path}: field {name!r}: object arrays need pickle and are refused; store plain numbers")
-        count = 1
-        for size in shape:
-            count *= int(size)
+        shape, fortran, dtype = _read_npy_header(stream, field)
+        count = math.prod(shape)
         declared = count * dtype.itemsize
         present = info.file_size - stream.tell()
         if declared != present:
             raise FormatError(
-                f"{path}: field {name!r}: header declares shape {tuple(shape)} ({declared} bytes)"
-                f" but {present} bytes are stored"
+                f"{field}: header declares shape {tuple(shape)} ({declared} bytes) but {present} bytes are stored"
             )
         if declared > _available_memory_bytes():
-            raise FormatError(f"{path}: field {name!r}: {declared} bytes do not fit in the memory of this machine")
-        array: NDArray[Any] = np.empty(count, dtype=dtype)
-        view = memoryview(array.view(np.uint8)) if declared else memoryview(b"")
+            raise FormatError(f"{field}: {declared} bytes do not fit in the memory of this machine")
+        raw = np.empty(declared, dtype=np.uint8)
+        view = memoryview(raw)  # type: ignore[arg-type]
         offset = 0
         while offset < declared:
             got = stream.readinto(view[offset : offset + (1 << 24)])  # type: ignore[attr-defined]
             if not got:
-                raise FormatError(f"{path}: field {name!r}: ends after {offset} of {declared} bytes")
+                raise FormatError(f"{field}: ends after {offset} of {declared} bytes")
             offset += got
         stream.read(1)  # reaching the end makes zipfile compare the CRC
-    return array.reshape(shape[::-1]).transpose() if fortran else array.reshape(shape)
+    try:
+        return np.ndarray(shape, dtype, buffer=raw, order="F" if fortran else "C")
+    except (ValueError, TypeError, OverflowError) as error:
+        raise FormatError(f"{field}: shape {tuple(shape)} cannot be an array ({_one_line(error)})") from None
 
 
 def read_npz(path: str | os.PathLike[str], fields: tuple[str, ...] | None = None) -> dict[str, NDArray[Any]]:
@@ -96,28 +111,21 @@ def read_npz(path: str | os.PathLike[str], fields: tuple[str, ...] | None = None
                 if name in arrays:
                     raise FormatError(f"{path}: field {name!r} is stored twice")
                 arrays[name] = _read_npy_member(path, archive, info, name)
-    except RuntimeError as error:  # zipfile: encrypted members
-        raise FormatError(f"{path}: cannot be read ({error})") from None
+    except FormatError:
+        raise
     except MemoryError:
         raise FormatError(f"{path}: does not fit in the memory of this machine") from None
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, zlib_error()) as error:
-        raise FormatError(f"{path}: not a readable npz file ({error}); it may be truncated") from None
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except Exception as error:  # zipfile and its decoders fail on hostile bytes in many ways, struct.error among them
+        raise FormatError(f"{path}: not a readable npz file ({_one_line(error)}); it may be truncated") from None
     return arrays
-
-
-def zlib_error() -> type[Exception]:
-    """The exception zipfile lets through on corrupt deflate data."""
-    import zlib
-
-    return zlib.error
 
 
 def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, Any]) -> None:
     """Write an uncompressed numpy zip atomically (temporary file, then rename)."""
     with atomic_writer(path, "wb") as stream:
-        np.savez(stream, **{name: np.asarray(value) for name, value in arrays.items()})
+        np.savez(stream, **{name: np.asarray(value) for name, value in arrays.items()})  # type: ignore[arg-type]
 
 
 def scalar_text(arrays: Mapping[str, NDArray[Any]], name: str, path: str | os.PathLike[str]) -> str:
@@ -127,7 +135,10 @@ def scalar_text(arrays: Mapping[str, NDArray[Any]], name: str, path: str | os.Pa
     value = arrays[name]
     if value.ndim != 0 or value.dtype.kind not in "US":
         raise FormatError(f"{path}: field {name!r}: expected one text value, found {value.dtype} {value.shape}")
-    item = value.item()
+    try:
+        item = value.item()
+    except ValueError as error:  # code points beyond Unicode
+        raise FormatError(f"{path}: field {name!r}: not text ({_one_line(error)})") from None
     return item.decode("utf-8", "replace") if isinstance(item, bytes) else str(item)
 
 
@@ -144,14 +155,21 @@ def _no_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON; use a finite number")
 
 
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large for a float; use a finite number")
+    return value
+
+
 def parse_json(text: str | bytes, where: str) -> Any:
     """Strict JSON: no NaN or Infinity, no duplicated keys; ``where`` names the source in the message."""
     try:
-        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite)
     except RecursionError:
         raise FormatError(f"{where}: nested too deeply") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        raise FormatError(f"{where}: not valid JSON ({error})") from None
+    except ValueError as error:
+        raise FormatError(f"{where}: not valid JSON ({_one_line(error)})") from None
 
 
 def read_text(path: str | os.PathLike[str]) -> str:
@@ -160,8 +178,12 @@ def read_text(path: str | os.PathLike[str]) -> str:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except MemoryError:
+        raise FormatError(f"{path}: does not fit in the memory of this machine") from None
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except ValueError as error:  # a NUL in the name
+        raise FormatError(f"{str(path)!r}: cannot be read ({_one_line(error)})") from None
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:

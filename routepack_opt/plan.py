@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,6 @@ from routepack_opt.cost import CostModel, Score
 from routepack_opt.errors import FormatError, InvalidInput
 from routepack_opt.files import read_json, write_json
 from routepack_opt.topology import Topology
-from routepack_opt.window import integer_array
 
 if TYPE_CHECKING:
     import os
@@ -123,7 +123,11 @@ class Plan:
             "format": FORMAT,
             "version": self.version,
             "window": dict(self.window),
-            "topology": {"dp": self.topology.dp, "ep": self.topology.ep, "shards": [list(s) for s in self.topology.shards]},
+            "topology": {
+                "dp": self.topology.dp,
+                "ep": self.topology.ep,
+                "shards": [list(s) for s in self.topology.shards],
+            },
             "token_cap": self.token_cap,
             "cost": self.cost.to_json(),
             "constraints": self.constraints.to_json(),
@@ -191,11 +195,12 @@ class Plan:
 
 
 def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """64 bits: what every array of the package holds."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(1 << 63) <= value < 1 << 63
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def check_plan_object(value: Any, where: str) -> None:
@@ -248,17 +253,20 @@ def check_plan_object(value: Any, where: str) -> None:
     tokens = value["cell_tokens"]
     if not isinstance(tokens, list) or not all(isinstance(row, list) and all(map(_is_int, row)) for row in tokens):
         refuse("cell_tokens", "rows of integers")
-    shape = (value["window"]["layers"], value["window"]["experts"])
-    try:
-        slots = integer_array(value["logical_to_slot"], "logical_to_slot", 2, low=-(2**31), high=2**31)
-        moved = integer_array(value.get("moved_experts", []), "moved_experts", 1, low=0, high=2**31)
-    except InvalidInput as error:
-        raise FormatError(f"{where}: field {error}") from None
-    if slots.shape != shape:
-        refuse("logical_to_slot", f"shape [L, E] = {shape}, found {slots.shape}")
-    if moved.shape[0] not in (0, shape[0]):
-        refuse("moved_experts", f"{shape[0]} counts")
-    if not all(isinstance(v, (int, float)) for v in value["timings"].values()):
-        refuse("timings", "numbers")
+    num_layers, num_experts = value["window"]["layers"], value["window"]["experts"]
+    slots, moved = value["logical_to_slot"], value.get("moved_experts", [])
+    if not isinstance(slots, list) or len(slots) != num_layers:
+        refuse("logical_to_slot", f"one list of slots for each of {num_layers} layers")
+    for layer, entry in enumerate(slots):
+        if not isinstance(entry, list) or len(entry) != num_experts or not all(map(_is_int, entry)):
+            refuse(f"logical_to_slot[{layer}]", f"{num_experts} slot numbers")
+    if (
+        not isinstance(moved, list)
+        or len(moved) not in (0, num_layers)
+        or not all(_is_int(m) and m >= 0 for m in moved)
+    ):
+        refuse("moved_experts", f"{num_layers} counts")
+    if not all(map(_is_number, value["timings"].values())):
+        refuse("timings", "finite numbers")
     if not isinstance(value.get("notes", []), list) or not all(isinstance(n, str) for n in value.get("notes", [])):
         refuse("notes", "a list of texts")

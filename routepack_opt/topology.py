@@ -41,7 +41,7 @@ class Topology:
     ep: int
     shards: tuple[tuple[int, ...], ...]
 
-    def __init__(
+    def __init__(  # noqa: D107 - the class docstring describes the parameters
         self, dp: int | None = None, ep: int = 1, shards: int | Sequence[Sequence[int]] | None = None
     ) -> None:
         ep = _positive("ep", ep)
@@ -52,8 +52,7 @@ class Topology:
             dp = ep * count if dp is None else _positive("dp", dp)
             if dp % count:
                 raise TopologyError(
-                    f"shards: dp {dp} over {count} shards is {dp / count:g} DP ranks a shard;"
-                    " expected a divisor of dp"
+                    f"shards: dp {dp} over {count} shards is {dp / count:g} DP ranks a shard; expected a divisor of dp"
                 )
             size = dp // count
             lists = tuple(tuple(range(k * size, (k + 1) * size)) for k in range(count))
@@ -61,7 +60,7 @@ class Topology:
             lists = _rank_lists(shards)
             dp = sum(map(len, lists)) if dp is None else _positive("dp", dp)
             seen = sorted(rank for ranks in lists for rank in ranks)
-            if seen != list(range(dp)):
+            if len(seen) != dp or seen != list(range(dp)):  # the count first: a file may claim 10^12 ranks
                 raise TopologyError(f"shards: the lists must hold each DP rank 0..{dp - 1} exactly once, found {seen}")
         object.__setattr__(self, "dp", dp)
         object.__setattr__(self, "ep", ep)

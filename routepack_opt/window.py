@@ -99,7 +99,7 @@ class Window:
     counts: Literal["recorded", "predicted"] = "recorded"
     meta: dict[str, Any] = field(default_factory=dict)
 
-    def __init__(
+    def __init__(  # noqa: D107 - the class docstring describes the parameters
         self,
         lengths: ArrayLike,
         demand: ArrayLike,
@@ -171,7 +171,7 @@ class Window:
         """Hex digest over lengths (little-endian int64) then demand (little-endian int32), C order."""
         digest = hashlib.sha256(self.lengths.astype("<i8", copy=False).tobytes())
         for start in range(0, self.num_samples, 256):  # slices keep big-endian hosts from copying the whole array
-            digest.update(memoryview(self.demand[start : start + 256].astype("<i4", copy=False)).cast("B"))
+            digest.update(self.demand[start : start + 256].astype("<i4", copy=False).data)
         return digest.hexdigest()
 
     @classmethod
@@ -240,10 +240,14 @@ class Window:
         if ids is not None and (ids.ndim != 1 or ids.dtype.kind != "U"):
             raise FormatError(f"{path}: field 'sample_ids': expected text of shape [N], found {ids.dtype} {ids.shape}")
         try:
+            names = None if ids is None else ids.tolist()
+        except ValueError as error:  # code points beyond Unicode
+            raise FormatError(f"{path}: field 'sample_ids': not text ({error})") from None
+        try:
             return cls(
                 arrays["lengths"],
                 arrays["demand"],
-                sample_ids=None if ids is None else ids.tolist(),
+                sample_ids=names,
                 group_ids=arrays.get("group_ids"),
                 moe_layers=arrays.get("moe_layers"),
                 top_k=None if top_k is None else int(top_k),

@@ -98,30 +98,43 @@ def rank_load_bound(loads: list[int], num_ranks: int) -> int:
     - mean: the fullest rank carries at least the average;
     - cardinality: of the jP + 1 hottest experts some rank holds j + 1 or more, and fills up with the coldest
       (j = 0 is: the hottest expert plus the H - 1 coldest);
-    - pigeonhole: of the h <= P hottest two share a rank, or each has a rank of its own and these h ranks also carry
-      h (H - 1) others;
+    - pigeonhole, see :func:`_pigeonhole`;
     - pairing: with two experts a rank, hottest with coldest is optimal (exchange argument);
     - divisor: rank loads are multiples of the greatest common divisor of the loads.
     """
     hot = sorted(loads, reverse=True)
-    per_rank = len(hot) // num_ranks
     if hot[0] == 0:
         return 0
+    per_rank = len(hot) // num_ranks
     heads = [0, *accumulate(hot)]  # heads[k] = a_1 + ... + a_k
     tails = [0, *accumulate(reversed(hot))]  # tails[k] = the k smallest
     best = -(-heads[-1] // num_ranks)
     for j in range(per_rank):
         last = j * num_ranks + 1
         best = max(best, heads[last] - heads[last - j - 1] + tails[per_rank - j - 1])
+        best = max(best, _pigeonhole(j, heads, tails, num_ranks))
     if per_rank == 2:
         best = max(best, *(hot[i] + hot[-1 - i] for i in range(num_ranks)))
-    if per_rank > 2:
-        apart = 0
-        for h in range(1, num_ranks + 1):
-            apart = max(apart, -(-(heads[h] + tails[h * (per_rank - 1)]) // h))
-            if h == 1:
-                continue
-            shared = hot[h - 2] + hot[h - 1] + tails[per_rank - 2]
-            best = max(best, min(shared, apart))
     divisor = math.gcd(*hot)
     return -(-best // divisor) * divisor
+
+
+def _pigeonhole(j: int, heads: list[int], tails: list[int], num_ranks: int) -> int:
+    """Look at the n = jP + h hottest, 1 <= h <= P (j = 0: two of them share a rank, or each has its own).
+
+    Crowded: some rank holds j + 2 of them, at best the coldest, and fills up with the coldest of all. Spread: no rank
+    holds more than j + 1. Then for every k <= h the jP + k hottest are spread as well, so k ranks hold exactly j + 1
+    of those, and these k ranks together carry k (j + 1) of them and k (H - j - 1) others; one carries the average.
+    """
+    per_rank = (len(heads) - 1) // num_ranks
+    best = spread = 0
+    for h in range(1, num_ranks + 1):
+        last = j * num_ranks + h
+        together = heads[last] - heads[last - h * (j + 1)] + tails[h * (per_rank - j - 1)]
+        spread = max(spread, -(-together // h))
+        if j + 2 > per_rank or j + 2 > last:  # a rank cannot be crowded
+            best = max(best, spread)
+        else:
+            crowded = heads[last] - heads[last - j - 2] + tails[per_rank - j - 2]
+            best = max(best, min(crowded, spread))
+    return best
