@@ -79,6 +79,10 @@ def _read_npy_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo
                 raise FormatError(f"{field}: ends after {offset} of {declared} bytes")
             offset += got
         stream.read(1)  # reaching the end makes zipfile compare the CRC
+    if dtype.kind == "U":
+        codes = raw.view(np.dtype("u4").newbyteorder(dtype.byteorder))
+        if (codes > 0x10FFFF).any() or ((codes >= 0xD800) & (codes <= 0xDFFF)).any():  # numpy would crash on use
+            raise FormatError(f"{field}: not Unicode text")
     try:
         return np.ndarray(shape, dtype, buffer=raw, order="F" if fortran else "C")
     except (ValueError, TypeError, OverflowError) as error:
@@ -135,10 +139,7 @@ def scalar_text(arrays: Mapping[str, NDArray[Any]], name: str, path: str | os.Pa
     value = arrays[name]
     if value.ndim != 0 or value.dtype.kind not in "US":
         raise FormatError(f"{path}: field {name!r}: expected one text value, found {value.dtype} {value.shape}")
-    try:
-        item = value.item()
-    except ValueError as error:  # code points beyond Unicode
-        raise FormatError(f"{path}: field {name!r}: not text ({_one_line(error)})") from None
+    item = value.item()
     return item.decode("utf-8", "replace") if isinstance(item, bytes) else str(item)
 
 

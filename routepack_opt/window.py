@@ -240,14 +240,10 @@ class Window:
         if ids is not None and (ids.ndim != 1 or ids.dtype.kind != "U"):
             raise FormatError(f"{path}: field 'sample_ids': expected text of shape [N], found {ids.dtype} {ids.shape}")
         try:
-            names = None if ids is None else ids.tolist()
-        except ValueError as error:  # code points beyond Unicode
-            raise FormatError(f"{path}: field 'sample_ids': not text ({error})") from None
-        try:
             return cls(
                 arrays["lengths"],
                 arrays["demand"],
-                sample_ids=names,
+                sample_ids=None if ids is None else ids.tolist(),
                 group_ids=arrays.get("group_ids"),
                 moe_layers=arrays.get("moe_layers"),
                 top_k=None if top_k is None else int(top_k),
