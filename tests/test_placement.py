@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from routepack_opt.errors import InvalidInput, TopologyError
 from routepack_opt.models import placement_bounds as bounds
 from routepack_opt.models.moves import contiguous_ranks, num_moved
-from routepack_opt.models.placement import lpt, placement_bounds, rank_loads, solve_placement
+from routepack_opt.models.placement import fewest_moves, lpt, placement_bounds, rank_loads, solve_placement
 
 
 def brute_force(load: np.ndarray, num_ranks: int) -> int:
@@ -130,3 +130,57 @@ def test_same_input_and_seed_give_the_same_placement():
     load = np.random.default_rng(0).integers(0, 1000, (6, 32))
     one, two = solve_placement(load, 8, seed=3), solve_placement(load, 8, seed=3)
     assert (one.rank_of == two.rank_of).all()
+
+
+def test_fewest_moves_stops_at_the_wanted_balance_and_moves_less_than_a_full_solve():
+    load = (np.random.default_rng(1).pareto(1.5, (8, 64)) * 1000).astype(np.int64).clip(0, 15000)
+    standing = contiguous_ranks(8, 64, 8)
+    near = fewest_moves(load, 8, standing, within=0.05)
+    assert (near.reached <= near.bound * 1.05).all()
+    assert num_moved(near.rank_of, standing).mean() < 0.5 * num_moved(solve_placement(load, 8).rank_of, standing).mean()
+    again = fewest_moves(load, 8, near.rank_of, within=0.05)
+    assert (again.rank_of == near.rank_of).all(), "a layer within the wanted balance stays as it is"
+
+
+def test_more_moves_never_balance_worse_on_average():
+    load = (np.random.default_rng(2).pareto(1.5, (8, 64)) * 1000).astype(np.int64).clip(0, 15000)
+    reached = [solve_placement(load, 8, max_moved=share).reached.sum() for share in (0.0, 0.1, 0.2, 0.4, 1.0)]
+    assert reached == sorted(reached, reverse=True)
+    assert reached[0] == rank_loads(load, contiguous_ranks(8, 64, 8), 8).max(axis=1).sum()
+
+
+@pytest.mark.data
+def test_real_decode_counts_are_balanced_to_the_proved_bound(data_dir):
+    import json
+
+    counts = np.array(
+        json.loads((data_dir / "loads" / "decode_in2000out100.json").read_text())["logical_count"], dtype=np.int64
+    )
+    load = counts[counts.sum(axis=1) > 0]
+    result = solve_placement(load, 32)
+    mean = load.sum(axis=1) / 32
+    assert (result.reached / mean).mean() <= 1.0577
+    assert ((result.reached - result.bound) / result.bound).mean() <= 2e-4
+    near = fewest_moves(load, 32, contiguous_ranks(58, 256, 32), within=0.01)
+    assert (near.reached <= near.bound * 1.01).mean() > 0.95
+    assert num_moved(near.rank_of, contiguous_ranks(58, 256, 32)).mean() <= 0.2 * 256
+
+
+@pytest.mark.data
+def test_makespan_optima_are_never_undercut_and_nearly_always_reached(data_dir):
+    import gzip
+    import json
+
+    misses = total = 0
+    for name in ("frangioni", "schreiber"):
+        with gzip.open(data_dir / "makespan" / f"{name}.jsonl.gz", "rt") as lines:
+            for line in lines:
+                case = json.loads(line)
+                weights, m, opt = case["p"], case["m"], case["opt"]
+                if opt is None or len(weights) % m or len(weights) // m < 4 or len(weights) > 320:
+                    continue
+                result = solve_placement([weights], m)
+                assert result.reached[0] >= opt
+                total += 1
+                misses += result.reached[0] > opt * 1.0005
+    assert misses <= 0.05 * total

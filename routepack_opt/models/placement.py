@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ __all__ = [
     "PlacementResult",
     "check_load",
     "check_ranks",
+    "fewest_moves",
     "lpt",
     "placement_bounds",
     "rank_loads",
@@ -28,6 +30,10 @@ __all__ = [
     "solve_placement",
     "warmup",
 ]
+
+_KICKS = 200
+_LADDER = (0.002, 0.005, 0.01, 0.01, 0.01, 0.02, 0.02, 0.04, 0.08, 0.16, 0.32)
+_NOISE = 0.02
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ def check_load(load: ArrayLike, num_ranks: int, name: str = "load") -> NDArray[n
                 f"{name}{bad}: {values[tuple(bad)]} is not a finite number; expected integer token counts"
             )
         raise InvalidInput(f"{name}: found {dtype}; expected integer token counts (round or scale them first)")
-    array = integer_array(load, name, 2, low=0, high=(1 << 62) // max(1, np.shape(load)[-1]))
+    array = integer_array(load, name, 2, low=0, high=(1 << 60) // max(1, np.shape(load)[-1]))
     if not array.size:
         raise InvalidInput(f"{name}: shape {array.shape} holds no expert; expected [layers, experts]")
     Topology(ep=num_ranks).experts_per_rank(array.shape[1])
@@ -120,7 +126,8 @@ def solve_placement(
 ) -> PlacementResult:
     """Place every layer's experts: smallest largest rank load first, then fewest moved experts.
 
-    A layer whose standing placement is already as good as the best found is left exactly as it stands.
+    With ``standing`` or ``max_moved``, placements whose largest rank loads differ by less than 0.01% count as equal and
+    the one that moves fewer experts wins. A layer whose standing placement is as good as the best found stays as it is.
 
     Parameters
     ----------
@@ -133,7 +140,8 @@ def solve_placement(
     max_moved
         Share of the experts of each layer that may leave their standing rank; None means all.
     time_limit_s
-        Stop improving after this many seconds; None does a fixed amount of work, the same result on every machine.
+        Go on improving layers above their bound for this many seconds; None does a fixed, small amount of work and so
+        gives the same result on every machine.
     seed
         Of the search's random kicks.
 
@@ -143,44 +151,143 @@ def solve_placement(
         Negative, NaN or fractional loads; a standing placement without exactly H experts a rank; ``max_moved`` not in
         [0, 1].
     """
-    from routepack_opt.solvers.local_search import balance
-
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
     array = check_load(load, num_ranks)
-    num_layers, num_experts = array.shape
-    home = (
-        contiguous_ranks(num_layers, num_experts, num_ranks)
-        if standing is None
-        else check_ranks(standing, array.shape, num_ranks, "standing")
-    )
+    home = _standing_ranks(standing, array.shape, num_ranks)
+    budget = _move_budget(max_moved, array.shape)
     bound, kind = placement_bounds(array, num_ranks)
     standing_max = rank_loads(array, home, num_ranks).max(axis=1)
 
-    free, reached = balance(array, lpt(array, num_ranks), num_ranks, bound)
-    rank_of = relabel_ranks(free, home, num_ranks)
-    moved = num_moved(rank_of, home)
-    budget = np.full(num_layers, _move_budget(max_moved, num_experts), dtype=np.int64)
+    if (budget < array.shape[1] // 2).all():
+        # from-scratch placements move far more than half of the experts even after relabelling: out of the question
+        rank_of, reached = _from_standing(array, num_ranks, home, budget, bound, bound, seed)
+        stay = standing_max <= reached
+        rank_of[stay], reached[stay] = home[stay], standing_max[stay]
+        return PlacementResult(rank_of, reached, bound, kind)
+    rank_of, reached = _from_scratch(array, num_ranks, bound, seed, deadline)
+    rank_of = relabel_ranks(rank_of, home, num_ranks)
     if standing is not None or max_moved is not None:
-        # from the standing placement: what the budget allows, or the same balance with fewer moves
-        target = bound if max_moved is not None else reached
-        near, near_reached = balance(array, home, num_ranks, target, standing=home, budget=budget)
-        near_moved = num_moved(near, home)
-        better = (near_reached < reached) | ((near_reached == reached) & (near_moved < moved)) | (moved > budget)
+        near, near_reached = _from_standing(array, num_ranks, home, budget, bound, reached, seed)
+        moved, near_moved = num_moved(rank_of, home), num_moved(near, home)
+        as_good = near_reached <= _slightly_above(reached)
+        better = (near_reached < reached) | (as_good & (near_moved < moved)) | (moved > budget)
         rank_of[better], reached[better] = near[better], near_reached[better]
     stay = standing_max <= reached
     rank_of[stay], reached[stay] = home[stay], standing_max[stay]
     return PlacementResult(rank_of, reached, bound, kind)
 
 
-def _move_budget(max_moved: Any, num_experts: int) -> int:
-    if max_moved is None:
-        return num_experts
-    if isinstance(max_moved, bool) or not isinstance(max_moved, (int, float, np.number)) or not 0 <= max_moved <= 1:
+def fewest_moves(
+    load: ArrayLike, num_ranks: int, standing: ArrayLike, *, within: float = 0.01, seed: int = 0
+) -> PlacementResult:
+    """Move as few experts as the search can to bring every layer within a share of its bound.
+
+    Where that is out of reach, as close as it gets; a layer already within it stays as it is.
+
+    Parameters
+    ----------
+    within
+        Wanted largest rank load, as a share above the bound (0.01 is one percent).
+    """
+    from routepack_opt.solvers.move_search import rebalance
+
+    array = check_load(load, num_ranks)
+    home = _standing_ranks(standing, array.shape, num_ranks)
+    if isinstance(within, bool) or not isinstance(within, (int, float, np.number)) or not 0 <= within < 1e6:
+        raise InvalidInput(f"within: {within!r} is not a share of the bound, zero or more")
+    bound, kind = placement_bounds(array, num_ranks)
+    goal = bound + np.floor(bound * float(within)).astype(np.int64)
+    rank_of, reached = rebalance(array, home, num_ranks, goal, slack=(0.0,) * 2, noise=_NOISE, seed=seed)
+    hard = np.flatnonzero(reached > goal)
+    if len(hard):
+        near, near_reached = rebalance(
+            array, home, num_ranks, goal, slack=(0.0,) * 8, noise=_NOISE, chosen=hard, seed=seed + 1
+        )
+        better = near_reached[hard] < reached[hard]
+        rank_of[hard[better]], reached[hard[better]] = near[hard[better]], near_reached[hard[better]]
+        hard = hard[reached[hard] > goal[hard]]
+    if len(hard):
+        # out of reach by moving little: from the best balance there is, as solve_placement would
+        best = solve_placement(array[hard], num_ranks, standing=home[hard], seed=seed)
+        better = best.reached < reached[hard]
+        rank_of[hard[better]], reached[hard[better]] = best.rank_of[better], best.reached[better]
+    return PlacementResult(rank_of, reached, bound, kind)
+
+
+def _from_scratch(
+    load: NDArray[np.int64], num_ranks: int, bound: NDArray[np.int64], seed: int, deadline: float | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """LPT, descent, then kicks where the gap is still above 0.01%; until the deadline, wherever there is one."""
+    from routepack_opt.solvers.local_search import balance
+
+    rank_of = lpt(load, num_ranks)
+    reached = balance(load, rank_of, num_ranks, bound)
+    stop = _slightly_above(bound)
+    hard = np.flatnonzero(reached > stop)
+    for step in range(0, _KICKS, 20):
+        if not len(hard) or (deadline is not None and time.monotonic() > deadline):
+            break
+        reached[hard] = balance(load, rank_of, num_ranks, bound, stop=stop, kicks=20, chosen=hard, seed=seed + step)[
+            hard
+        ]
+        hard = hard[reached[hard] > stop[hard]]
+    step = _KICKS
+    hard = np.flatnonzero(reached > bound)
+    while deadline is not None and len(hard) and time.monotonic() < deadline:
+        reached[hard] = balance(load, rank_of, num_ranks, bound, kicks=10, chosen=hard, seed=seed + step)[hard]
+        hard = hard[reached[hard] > bound[hard]]
+        step += 1
+    return rank_of, reached
+
+
+def _from_standing(
+    load: NDArray[np.int64],
+    num_ranks: int,
+    home: NDArray[np.int64],
+    budget: NDArray[np.int64],
+    bound: NDArray[np.int64],
+    reached: NDArray[np.int64],
+    seed: int,
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Exchanges from where the experts stand: the best the budget allows, or about ``reached`` with fewer moves."""
+    from routepack_opt.solvers.local_search import balance
+    from routepack_opt.solvers.move_search import rebalance
+
+    if (budget < load.shape[1]).any():
+        return rebalance(
+            load, home, num_ranks, bound, budget=budget, slack=_LADDER, noise=_NOISE, first_only=True, seed=seed
+        )
+    goal = _slightly_above(reached)
+    near, near_reached = rebalance(load, home, num_ranks, goal, slack=(0.003,), seed=seed)
+    hard = np.flatnonzero(near_reached > goal)
+    if len(hard):
+        near_reached[hard] = balance(load, near, num_ranks, goal, chosen=hard, kicks=5, seed=seed)[hard]
+    return near, near_reached
+
+
+def _slightly_above(load: NDArray[np.int64]) -> NDArray[np.int64]:
+    """0.01% more, rounded down: closer than any real count repeats itself."""
+    return load + load // 10_000
+
+
+def _standing_ranks(standing: ArrayLike | None, shape: tuple[int, ...], num_ranks: int) -> NDArray[np.int64]:
+    if standing is None:
+        return contiguous_ranks(shape[0], shape[1], num_ranks)
+    return check_ranks(standing, shape, num_ranks, "standing")
+
+
+def _move_budget(max_moved: Any, shape: tuple[int, ...]) -> NDArray[np.int64]:
+    share = 1.0 if max_moved is None else max_moved
+    if isinstance(share, bool) or not isinstance(share, (int, float, np.number)) or not 0 <= share <= 1:
         raise InvalidInput(f"max_moved: {max_moved!r} is not a share between 0 and 1")
-    return int(float(max_moved) * num_experts + 1e-9)
+    return np.full(shape[0], int(float(share) * shape[1] + 1e-9), dtype=np.int64)
 
 
 def warmup() -> None:
     """Compile every kernel used here."""
-    from routepack_opt.solvers import local_search
+    import scipy.optimize  # noqa: F401  (a tenth of a second on first use)
+
+    from routepack_opt.solvers import local_search, move_search
 
     local_search.warmup()
+    move_search.warmup()
