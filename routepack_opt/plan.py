@@ -58,8 +58,9 @@ class Plan:
         ``cells[row][dp_rank]`` -> sample indices, sorted.
     logical_to_slot
         int64 [L, E]; slot s of a layer lives on EP rank s // (E / P).
-    score, seed_score
-        Of this plan, and of LPT placement + first-fit-decreasing rows (None when FFD finds no layout of any row count).
+    score, seed_score, seed_rows
+        Of this plan, and of LPT placement + first-fit-decreasing rows with the row count FFD needs (None when FFD finds
+        no layout at all).
     bound
         Lower bound on ``score.slowest_shard`` for every placement and layout with ``rows`` rows.
     gap
@@ -86,6 +87,7 @@ class Plan:
     logical_to_slot: NDArray[np.int64]
     score: Score
     seed_score: Score | None
+    seed_rows: int | None
     bound: float
     gap: float
     moved_experts: NDArray[np.int64]
@@ -140,6 +142,7 @@ class Plan:
             "logical_to_slot": self.logical_to_slot.tolist(),
             "score": list(self.score),
             "seed_score": None if self.seed_score is None else list(self.seed_score),
+            "seed_rows": self.seed_rows,
             "bound": self.bound,
             "gap": self.gap,
             "moved_experts": self.moved_experts.tolist(),
@@ -179,6 +182,7 @@ class Plan:
                 logical_to_slot=np.array(value["logical_to_slot"], dtype=np.int64),
                 score=Score(*map(float, value["score"])),
                 seed_score=None if value["seed_score"] is None else Score(*map(float, value["seed_score"])),
+                seed_rows=value.get("seed_rows"),
                 bound=float(value["bound"]),
                 gap=float(value["gap"]),
                 moved_experts=np.array(value.get("moved_experts", []), dtype=np.int64),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.errors import Infeasible
+from routepack_opt.errors import Infeasible, InvalidInput
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -82,7 +82,7 @@ def build_atoms(window: Window, constraints: Constraints, token_cap: int) -> Ato
             np.add.reduceat(window.lengths[order], starts),
             np.add.reduceat(window.lengths[order] ** 2, starts),
             np.diff(np.append(starts, order.size)).astype(np.int64),
-            np.add.reduceat(window.demand[order], starts, axis=0),
+            _grouped_demand(window, order, starts),
             None,
         )
     else:
@@ -98,6 +98,15 @@ def build_atoms(window: Window, constraints: Constraints, token_cap: int) -> Ato
         )
     _check_sizes(window, atoms, constraints, token_cap, names)
     return atoms
+
+
+def _grouped_demand(
+    window: Window, order: NDArray[np.int64], starts: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    sums = np.add.reduceat(window.demand[order], starts, axis=0, dtype=np.int64)
+    if int(sums.max()) > np.iinfo(np.int32).max:
+        raise InvalidInput("demand: an atomic group holds more than 2^31 - 1 assignments to one expert of a layer")
+    return sums.astype(np.int32)
 
 
 def _check_sizes(

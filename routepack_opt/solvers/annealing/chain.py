@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from routepack_opt.cost import Score, score_of
 from routepack_opt.solvers.annealing import rank_swaps, sample_moves
 from routepack_opt.solvers.annealing.random import new_state
 
@@ -155,6 +156,16 @@ class Chain:
         """Current energy (incremental; :meth:`recompute` removes float drift)."""
         return float(self.state.summary[0])
 
+    def score(self) -> Score:
+        """Exact score of the current state (row-shard costs are recomputed from integers at every accepted move)."""
+        costs = self.state.costs.reshape(self.problem.num_rows, self.grid.num_shards)
+        return score_of(costs, self.problem.sync)
+
+    def set_spread(self, spread: float) -> None:
+        """Change how much of the energy is the mean over shards, see :mod:`.energy`."""
+        self.grid = self.grid._replace(spread=float(spread))
+        self.recompute()
+
     def rebuild(self) -> None:
         """Recompute per-rank loads of every atom after the placement changed, then everything else."""
         rank_swaps.build_loads(self.problem.demand, self.rank_of, self.loads, self.shift)
@@ -216,3 +227,32 @@ class Chain:
         else:
             self.rank_of[:] = rank_of
             self.rebuild()
+
+
+def warmup() -> None:
+    """Compile all kernels of a chain, or load them from the disk cache."""
+    ones = np.ones(2, dtype=np.int64)
+    problem = ChainProblem(
+        padded=ones,
+        tokens=ones,
+        squares=ones,
+        samples=ones,
+        pinned=np.zeros(2, dtype=np.bool_),
+        demand=np.ones((2, 1, 2), dtype=np.int32),
+        shards=((0,), (1,)),
+        num_rows=1,
+        num_ranks=2,
+        cap=2,
+        max_samples=0,
+        equal_samples=False,
+        alpha=np.ones(1),
+        beta=np.ones(1),
+        gamma=np.ones(1),
+        sync="shard",
+        num_expert_ranks=2,
+        home=np.array([[0, 1]]),
+        move_budget=np.array([-1]),
+    )
+    chain = Chain(problem, np.array([0, 1]), np.array([[0, 1]]), seed=0, stream=0)
+    chain.anneal(1.0, 4)
+    chain.refine(1.0, 4)
