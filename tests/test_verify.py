@@ -477,6 +477,47 @@ def test_rank_load_bound_holds(shape: tuple[int, int], data: st.DataObject) -> N
         assert bound == best
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_every_placement_bound_of_the_planner_is_rederived(num_ranks: int, per_rank: int, seed: int) -> None:
+    from routepack_opt.models.placement_bounds import placement_bounds
+
+    rng = np.random.default_rng(seed)
+    load = (rng.pareto(float(rng.uniform(0.3, 3)), (4, num_ranks * per_rank)) * 100).clip(0, 10**9).astype(np.int64)
+    bound, _ = placement_bounds(load, num_ranks)
+    for loads, claimed in zip(load.tolist(), bound.tolist(), strict=True):
+        assert claimed <= rank_load_bound(loads, num_ranks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.booleans(), st.sampled_from([None, 1, 2, 3]), st.booleans(), st.integers(0, 2**32 - 1))
+def test_every_row_certificate_of_the_planner_is_accepted(
+    dp: int, grouped: bool, most: int | None, oversize: bool, seed: int
+) -> None:
+    from routepack_opt.models.rows import RowsProblem, solve_rows
+
+    rng = np.random.default_rng(seed)
+    num_samples = int(rng.integers(dp, 16) + (4 * dp if grouped else 0))
+    lengths = rng.integers(1, 60, num_samples) + (rng.random(num_samples) < 0.2) * (100 if oversize else 30)
+    groups = np.sort(rng.integers(0, num_samples, num_samples)) if grouped else np.arange(num_samples)
+    _, atom_of = np.unique(groups, return_inverse=True)
+    tokens = np.bincount(atom_of, weights=lengths).astype(np.int64)
+    samples = np.bincount(atom_of).astype(np.int64)
+    cap = 100 if oversize else max(100, int(tokens.max()))
+    try:
+        result = solve_rows(RowsProblem(tokens, samples, dp, cap, max_samples_per_cell=most), time_limit_s=0.02)
+    except RoutePackError:
+        return
+    flat = [[i for atom in cell for i in np.flatnonzero(atom_of == atom).tolist()] for cell in result.cells]
+    cells = [flat[r * dp : (r + 1) * dp] for r in range(result.rows)]
+    window = Window(lengths, np.ones((num_samples, 1, 2), dtype=int))
+    rules = Constraints(oversize="alone", max_samples_per_cell=most, groups=tuple(groups.tolist()) if grouped else None)
+    topology = Topology(dp, 1, 1)
+    plan = naive_plan(window, topology, cap, cells=cells, constraints=rules, units=tokens.tolist())
+    plan |= {"rows_lower_bound": result.lower_bound, "rows_status": result.status}
+    verify_plan(edit(plan, "certificates/rows", result.certificate), window)
+
+
 def test_huge_weights_stay_exact() -> None:
     window = small_window()
     cost = CostModel((Stage("huge", 1e300, 1e-300),), expert_weight=1e-310)

@@ -80,7 +80,7 @@ def check_bound(plan: dict[str, Any], facts: Facts) -> list[str]:
         raise VerificationError("bound", f"says {plan['bound']!r}, its certificate {certificate['value']!r}")
     _at_most("bound", "the plan's bound", plan["bound"], proved.value)
     _check_gap(plan)
-    return [f"bound: {show(Fraction(plan['bound']))} ({kind}), gap {show(100 * Fraction(plan['gap']))}%"]
+    return [f"bound: {show(Fraction(plan['bound']), 6)} ({kind}), gap {show(100 * Fraction(plan['gap']), 4)}%"]
 
 
 def _at_most(claim: str, name: str, claimed: float, most: Fraction) -> None:

@@ -55,10 +55,10 @@ def heaviest_cell(items: list[Item], cap: int, max_samples: int | None, enough: 
     room = cap // step  # every sum of sizes is a multiple of the step
     bounds = [
         sum(item.weight * item.count for item in items),
-        max(item.weight * room * step // item.size for item in items),  # no token weighs more than the densest
+        max(item.weight * room * step // item.size for item in items),  # no token weighs more than the densest item's
     ]
     if max_samples is not None:
-        bounds.append(max_samples * max(item.weight for item in items))
+        bounds.append(max(item.weight * max_samples // item.samples for item in items))
     if min(bounds) <= enough:
         return min(bounds)
     scaled = [Item(item.size // step, item.samples, item.weight, item.count) for item in items]

@@ -29,7 +29,7 @@ def check_score(plan: dict[str, Any], facts: Facts) -> list[str]:
     for name, claimed, value in zip(_NAMES, plan["score"], exact, strict=True):
         if not nearly(claimed, value):
             raise VerificationError("score", f"{name} says {claimed!r}, exact arithmetic gives {show(value)}")
-    return ["score: " + ", ".join(f"{n} {show(v)}" for n, v in zip(_NAMES, exact, strict=True))]
+    return ["score: " + ", ".join(f"{n} {show(v, 6)}" for n, v in zip(_NAMES, exact, strict=True))]
 
 
 def nearly(claimed: float, exact: Fraction) -> bool:
@@ -37,10 +37,10 @@ def nearly(claimed: float, exact: Fraction) -> bool:
     return abs(Fraction(claimed) - exact) <= TOLERANCE * abs(exact)
 
 
-def show(value: Fraction) -> str:
+def show(value: Fraction, digits: int = 12) -> str:
     """The number for a message, whatever its size."""
     try:
-        return f"{float(value):.12g}"
+        return f"{float(value):.{digits}g}"
     except OverflowError:
         return "above 1e308" if value > 0 else "below -1e308"
 
