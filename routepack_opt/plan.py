@@ -226,6 +226,8 @@ def check_plan_object(value: Any, where: str) -> None:
     for name in ("token_cap", "rows", "rows_lower_bound", "total_tokens", "seed"):
         if not _is_int(value[name]) or (name != "seed" and value[name] < 1):
             refuse(name, "an integer" if name == "seed" else "an integer >= 1")
+    if value.get("seed_rows") is not None and (not _is_int(value["seed_rows"]) or value["seed_rows"] < 1):
+        refuse("seed_rows", "null or an integer >= 1")
     for name in ("bound", "gap"):
         if not _is_number(value[name]):
             refuse(name, "a finite number")

@@ -86,6 +86,7 @@ def naive_plan(
         "logical_to_slot": slots.tolist(),
         "score": list(value),
         "seed_score": list(value),
+        "seed_rows": len(cells),
         "bound": bound,
         "gap": (value.slowest_shard - bound) / bound if bound else value.slowest_shard,
         "moved_experts": [0] * window.num_layers,
