@@ -338,8 +338,8 @@ def test_fields_of_a_plan_that_are_of_the_wrong_type(tmp_path: Path) -> None:
         ("token_cap", "120"), ("total_tokens", 10**400), ("cells", [[[0.0]]]), ("cells", [[[True]]]), ("cells", {}),
         ("cell_tokens", [[1.0]]), ("logical_to_slot", [[0, 1]]), ("logical_to_slot", [[0.0] * 8] * 2),
         ("logical_to_slot", [[True] * 8] * 2), ("moved_experts", [1]), ("moved_experts", [-1, 0]), ("score", [1, 2]),
-        ("score", [1, 2, "3"]), ("seed_score", []), ("seed_rows", 1.5), ("rows_status", "proved"), ("seed", "0"), ("version", 1),
-        ("timings", {"plan": "1"}), ("notes", [1]), ("window", []),
+        ("score", [1, 2, "3"]), ("seed_score", []), ("seed_rows", 1.5), ("rows_status", "proved"), ("seed", "0"),
+        ("version", 1), ("timings", {"plan": "1"}), ("notes", [1]), ("window", []),
     ]  # fmt: skip
     file = tmp_path / "plan.json"
     for name, value in cases:
