@@ -8,7 +8,14 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routepack_opt.models.moves import contiguous_ranks, num_moved, relabel_ranks, slots_from_ranks
+from routepack_opt.models.moves import (
+    contiguous_ranks,
+    list_transfers,
+    num_moved,
+    relabel_ranks,
+    schedule_moves,
+    slots_from_ranks,
+)
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([(1, 3), (2, 3), (3, 4), (4, 2)]))
@@ -40,3 +47,24 @@ def test_slots_are_a_permutation_on_the_right_rank_and_kept_by_experts_that_stay
 
 def test_identity_ranks_give_identity_slots():
     assert slots_from_ranks(contiguous_ranks(2, 8, 4), 4).tolist() == [list(range(8))] * 2
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.integers(0, 40))
+@settings(max_examples=100, deadline=None)
+def test_rounds_are_conflict_free_and_as_few_as_the_busiest_rank_needs(seed, num_ranks, count):
+    rng = np.random.default_rng(seed)
+    transfers = np.concatenate(
+        [np.arange(2 * count).reshape(-1, 2), rng.integers(0, num_ranks, (count, 2))], axis=1
+    ).astype(np.int64)
+    rounds = schedule_moves(transfers, num_ranks)
+    for part in rounds:
+        assert len(set(part[:, 2])) == len(part) == len(set(part[:, 3]))
+    assert sorted(map(tuple, np.concatenate([transfers[:0], *rounds]))) == sorted(map(tuple, transfers))
+    if count:
+        assert len(rounds) == max(np.bincount(transfers[:, 2]).max(), np.bincount(transfers[:, 3]).max())
+
+
+def test_transfers_name_layer_expert_source_and_target():
+    standing = contiguous_ranks(2, 4, 2)
+    rank_of = np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
+    assert list_transfers(rank_of, standing).tolist() == [[1, 1, 0, 1], [1, 2, 1, 0]]

@@ -74,3 +74,58 @@ def slots_from_ranks(
         # each rank has as many free slots as newcomers, so both lists run through the ranks in step
         slots[layer, newcomers] = np.flatnonzero(free)
     return slots
+
+
+def list_transfers(rank_of: NDArray[np.int64], standing: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [M, 4], one row (layer, expert, source rank, target rank) for each moved expert."""
+    layers, experts = np.nonzero(rank_of != standing)
+    columns = [layers, experts, standing[layers, experts], rank_of[layers, experts]]
+    return np.stack(columns, axis=1).astype(np.int64)
+
+
+def schedule_moves(transfers: NDArray[np.int64], num_ranks: int) -> list[NDArray[np.int64]]:
+    """Split transfers into the fewest rounds in which every rank sends at most one expert and receives at most one.
+
+    The rounds colour the edges of the bipartite multigraph senders x receivers; by König's theorem as
+    many suffice as the busiest rank sends or receives, and no fewer can do. Each new edge takes a colour free at both
+    ends, after flipping an alternating path where there is none.
+
+    Parameters
+    ----------
+    transfers
+        int64 [M, 4], see :func:`list_transfers`.
+
+    Returns
+    -------
+    rounds
+        Rows of ``transfers``, every row in exactly one round, in their order. A rank that receives before its own
+        outgoing expert has left needs one spare slot, so a round is carried out as a whole: send and receive together.
+    """
+    if not len(transfers):
+        return []
+    source, target = transfers[:, 2], transfers[:, 3]
+    num_rounds = int(max(np.bincount(source).max(), np.bincount(target).max()))
+    # edge_at[side][rank, colour] = transfer that uses the colour there, or -1
+    edge_at = np.full((2, num_ranks, num_rounds), -1, dtype=np.int64)
+    colour = np.full(len(transfers), -1, dtype=np.int64)
+    ends = (source, target)
+    for edge in range(len(transfers)):
+        a, b = int(source[edge]), int(target[edge])
+        free_a = int(np.argmax(edge_at[0, a] < 0))
+        free_b = int(np.argmax(edge_at[1, b] < 0))
+        if free_a != free_b:
+            # free_a is taken at b: swap the two colours along the path that leaves b; it never reaches a
+            path, side, rank, wanted, other = [], 1, b, free_a, free_b
+            while (following := int(edge_at[side, rank, wanted])) >= 0:
+                path.append(following)
+                side = 1 - side
+                rank = int(ends[side][following])
+                wanted, other = other, wanted
+            for step in path:
+                edge_at[0, source[step], colour[step]] = edge_at[1, target[step], colour[step]] = -1
+            for step in path:
+                colour[step] = free_a + free_b - colour[step]
+                edge_at[0, source[step], colour[step]] = edge_at[1, target[step], colour[step]] = step
+        colour[edge] = free_a
+        edge_at[0, a, free_a] = edge_at[1, b, free_a] = edge
+    return [transfers[colour == k] for k in range(num_rounds)]
