@@ -213,7 +213,7 @@ class _Run:
         hashing = threading.Thread(target=lambda: self.window.sha256, daemon=True)  # hashlib releases the GIL
         hashing.start()
         atoms = build_atoms(self.window, self.constraints, self.token_cap)
-        problem = self._rows_problem(atoms)
+        problem = rows_problem(atoms, self.topology, self.token_cap, self.constraints)
         timer.lap("atoms_s")
         rows = solve_rows(problem, time_limit_s=2.0 if budget_s is None else 0.2 * budget_s, seed=self.seed)
         timer.lap("rows_s")
@@ -234,22 +234,6 @@ class _Run:
         plan = self._finish(atoms, rows, placement, search, cell_of, rank_of)
         hashing.join()
         return plan
-
-    def _rows_problem(self, atoms: AtomSet) -> RowsProblem:
-        from routepack_opt.models.rows import RowsProblem
-
-        c = self.constraints
-        return RowsProblem(
-            tokens=atoms.padded,
-            samples=atoms.samples,
-            num_ranks=self.topology.dp,
-            cap=self.token_cap,
-            min_rows=c.min_rows,
-            row_multiple=c.row_multiple,
-            max_samples_per_cell=c.max_samples_per_cell,
-            equal_samples_per_rank=c.equal_samples_per_rank,
-            rank_groups=atoms.rank_groups,
-        )
 
     def _finish(
         self,
@@ -493,6 +477,23 @@ class _Search:
             run.notes.append("refinement bypassed: the seed already meets the lower bound")
             return True
         return False
+
+
+def rows_problem(atoms: AtomSet, topology: Topology, token_cap: int, constraints: Constraints) -> RowsProblem:
+    """The rows problem of a window's atoms under its constraints."""
+    from routepack_opt.models.rows import RowsProblem
+
+    return RowsProblem(
+        tokens=atoms.padded,
+        samples=atoms.samples,
+        num_ranks=topology.dp,
+        cap=token_cap,
+        min_rows=constraints.min_rows,
+        row_multiple=constraints.row_multiple,
+        max_samples_per_cell=constraints.max_samples_per_cell,
+        equal_samples_per_rank=constraints.equal_samples_per_rank,
+        rank_groups=atoms.rank_groups,
+    )
 
 
 def _assignment(cells: list[list[int]], num_atoms: int) -> NDArray[np.int64]:

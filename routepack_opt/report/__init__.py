@@ -1,0 +1,1 @@
+"""What a plan gains, in words and figures."""
