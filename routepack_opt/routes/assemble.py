@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.files import _available_memory_bytes
 from routepack_opt.routes.counting import BlockCounts, count_block, select_layers
 from routepack_opt.routes.report import IngestReport, RouteWarning, plural
-from routepack_opt.routes.samples import RouteBlock, checked_moe_layers, checked_num_experts, layer_ranges
+from routepack_opt.routes.samples import RouteBlock, checked_moe_layers, checked_num_experts, layer_ranges, refuse_huge
 from routepack_opt.window import Window
 
 if TYPE_CHECKING:
@@ -63,9 +62,7 @@ class WindowBuilder:
                 f"{block.label(0)}: {shape[0]} layers but {self._shape_label} has {self._shape[0]};"
                 " give moe_layers to mix dumps of all layers with dumps of MoE layers only"
             )
-        need = block.num_samples * shape[0] * self.num_experts * 4
-        if need > _available_memory_bytes():
-            raise InvalidInput(f"{block.label(0)}: counts of {need} bytes do not fit in the memory of this machine")
+        refuse_huge(block.num_samples * shape[0] * self.num_experts * 4, f"{block.label(0)}: counts")
         return layers
 
     def add(self, block: RouteBlock, counted: BlockCounts) -> None:
@@ -166,6 +163,8 @@ class WindowBuilder:
             report.note(f"{plural(report.num_filler_rows, 'filler last row')} (all zero or all -1) dropped")
         if report.num_unrecorded_tokens:
             report.warn(f"{plural(report.num_unrecorded_tokens, 'token')} before start_len carry no routes")
+        if not report.num_assignments:
+            report.warn("no route was counted in any sample; the demand is zero")
         if report.num_missing_rows:
             report.warn(
                 f"{plural(report.num_missing_rows, 'missing row')} (all -1) counted as nothing;"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import zipfile
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from routepack_opt.errors import FormatError, InvalidInput
-from routepack_opt.files import read_npz
+from routepack_opt.files import _one_line, read_npz
 from routepack_opt.routes.payloads import npy_header
-from routepack_opt.routes.samples import MAX_LAYERS, MAX_LENGTH, RouteBlock
+from routepack_opt.routes.samples import MAX_LAYERS, MAX_LENGTH, RouteBlock, refuse_huge
 from routepack_opt.window import integer_array
 
 if TYPE_CHECKING:
@@ -44,12 +43,14 @@ def read_npz_routes(path: Path) -> Iterator[RouteBlock]:
     try:
         with zipfile.ZipFile(path) as archive:
             yield from _stream(path, archive, lengths, starts, names, groups)
-    except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError, zlib.error) as error:
-        raise FormatError(f"{path}: not a readable npz file ({error}); it may be truncated") from None
+    except InvalidInput:
+        raise
     except MemoryError:
         raise FormatError(f"{path}: does not fit in the memory of this machine") from None
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except Exception as error:  # zipfile and its decoders fail on hostile bytes in many ways
+        raise FormatError(f"{path}: not a readable npz file ({_one_line(error)}); it may be truncated") from None
 
 
 def _per_sample(fields: dict[str, NDArray[Any]], name: str, size: int, default: Any) -> list[Any]:
@@ -116,7 +117,7 @@ def _rows_per_sample(
     starts: NDArray[np.int64],
 ) -> NDArray[np.int64]:
     field = "field 'routed_experts'"
-    if len(shape) != 3 or dtype.kind not in "iu":
+    if len(shape) != 3:
         raise InvalidInput(f"{field}: found {dtype} {shape}; expected integers [rows, layers, top_k]")
     if not 1 <= shape[1] <= MAX_LAYERS or not 1 <= shape[2] <= MAX_LENGTH:
         raise InvalidInput(
@@ -135,6 +136,7 @@ def _rows_per_sample(
 
 
 def _read_rows(stream: Any, shape: tuple[int, int, int], dtype: np.dtype[Any]) -> NDArray[Any]:
+    refuse_huge(math.prod(shape) * dtype.itemsize, "field 'routed_experts'")
     array: NDArray[Any] = np.empty(shape, dtype=dtype)
     view = memoryview(array.reshape(-1).view(np.uint8) if array.size else b"")  # type: ignore[arg-type]
     offset = 0

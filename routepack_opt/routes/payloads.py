@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routepack_opt.errors import InvalidInput
+from routepack_opt.files import _read_npy_header
 from routepack_opt.routes.samples import to_numpy
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 DTYPES = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 NEMO_MAGIC = "nrlre1:"
 NPY_MAGIC = b"\x93NUMPY"
-_HEADER_LIMIT = 10_000
 
 
 def decode_routes(
@@ -136,21 +136,10 @@ def _decode_npy(data: bytes, where: str) -> NDArray[Any]:
 
 
 def npy_header(stream: Any, where: str) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, Fortran order and dtype of the npy that ``stream`` starts with; object arrays are refused."""
-    try:
-        version = np.lib.format.read_magic(stream)
-        if version not in ((1, 0), (2, 0)):
-            raise InvalidInput(f"{where}: npy version {version} is not supported; expected 1.0 or 2.0")
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(stream, _HEADER_LIMIT)
-    except InvalidInput:
-        raise
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError) as error:
-        raise InvalidInput(f"{where}: not a valid npy array ({error})") from None
-    if dtype.hasobject:
-        raise InvalidInput(f"{where}: object arrays need pickle and are refused; store plain integers")
-    if dtype.itemsize == 0 or any(size < 0 for size in shape):
-        raise InvalidInput(f"{where}: npy of dtype {dtype} and shape {shape} is refused")
+    """Shape, Fortran order and dtype of the npy that ``stream`` starts with; object and text arrays are refused."""
+    shape, fortran, dtype = _read_npy_header(stream, where)
+    if dtype.kind not in "iu":
+        raise InvalidInput(f"{where}: expected integer expert ids, found dtype {dtype}")
     return tuple(int(size) for size in shape), bool(fortran), dtype
 
 

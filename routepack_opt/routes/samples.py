@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routepack_opt.errors import InvalidInput
+from routepack_opt.files import _available_memory_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 MAX_LAYERS = 4096  # far above any model; a bound so that a hostile header cannot ask for terabytes of counts
 MAX_LENGTH = np.iinfo(np.int32).max
+_HUGE_BYTES = 1 << 28  # below this no check is needed
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +110,14 @@ def checked_ids(routes: Any, where: str) -> NDArray[Any]:
             f"{where}: shape {tuple(array.shape)} has {array.shape[1]} layers and top_k {array.shape[2]};"
             f" expected 1 to {MAX_LAYERS} layers and top_k of at least 1"
         )
+    refuse_huge(array.nbytes, where)
     return array
+
+
+def refuse_huge(num_bytes: int, where: str) -> None:
+    """Refuse what cannot fit: a few stored bytes can declare terabytes (zip bombs, strides of zero)."""
+    if num_bytes > _HUGE_BYTES and num_bytes > _available_memory_bytes():
+        raise InvalidInput(f"{where}: {num_bytes} bytes do not fit in the memory of this machine")
 
 
 def to_numpy(value: Any, where: str) -> NDArray[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from routepack_opt.errors import FormatError, InvalidInput, MissingDependency
 from routepack_opt.routes.records import GROUP_FIELDS, ID_FIELDS, ROUTE_FIELDS, Dialect, record_block
-from routepack_opt.routes.samples import RouteBlock, checked_ids, single_sample, to_numpy
+from routepack_opt.routes.samples import RouteBlock, checked_ids, refuse_huge, single_sample, to_numpy
 from routepack_opt.window import integer_array
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ def _load(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise FormatError(
-            f"{path}: refused: only tensors, numbers, text, lists and dicts are read"
-            f" (torch.load with weights_only=True: {_first_line(error)})"
+            f"{path}: refused{_forbidden(error)}: only tensors, numbers, text, lists and dicts are read"
+            " (torch.load with weights_only=True)"
         ) from None
     except MemoryError:
         raise FormatError(f"{path}: does not fit in the memory of this machine") from None
@@ -99,6 +100,7 @@ def _unbound(routes: Any) -> list[Any]:
     if isinstance(routes, (list, tuple)):
         return list(routes)
     if hasattr(routes, "unbind") and getattr(routes, "ndim", 0) == 4:
+        refuse_huge(int(routes.shape[0]) << 8, "field 'routed_experts'")  # one tensor object a sample
         return list(routes.unbind())
     raise InvalidInput(
         f"field 'routed_experts': expected [batch, tokens, layers, top_k], found {type(routes).__name__}"
@@ -114,6 +116,7 @@ def _mask(value: Any, routes: Any, num_samples: int) -> NDArray[np.bool_]:
             f"field 'attention_mask': found {mask.dtype} {mask.shape};"
             f" expected 0 or 1 of shape {tuple(routes.shape[:2])}"
         )
+    refuse_huge(mask.size * 8, "field 'attention_mask'")
     chosen = mask != 0
     steps = np.diff(np.pad(chosen, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     broken = (steps == 1).sum(axis=1) != 1
@@ -158,6 +161,11 @@ def _plain(record: Any) -> Any:
         keep = name in ROUTE_FIELDS or not hasattr(value, "tolist")
         plain[name] = value if keep else value.tolist()
     return plain
+
+
+def _forbidden(error: Exception) -> str:
+    found = re.search(r"GLOBAL ([\w.]+)", str(error))
+    return f" (it names {found[1]})" if found else ""
 
 
 def _first_line(error: Exception) -> str:
