@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -13,26 +12,29 @@ import numpy as np
 
 from routepack_opt import __version__
 from routepack_opt.constraints import Constraints
-from routepack_opt.cost import CostModel, Score, score
+from routepack_opt.cost import CostModel, score
 from routepack_opt.errors import InvalidInput
 from routepack_opt.models.atoms import AtomSet, build_atoms
-from routepack_opt.models.layout import averaging_bound, canonical_ranks, cells_from_assignment
+from routepack_opt.models.layout import (
+    averaging_bound,
+    canonical_ranks,
+    cells_from_assignment,
+    shard_row_of_cell,
+)
 from routepack_opt.plan import Plan
-from routepack_opt.topology import Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from numpy.typing import NDArray
 
+    from routepack_opt.models.layout import LayoutBound
+    from routepack_opt.models.layout_search import LayoutTask, SearchResult
     from routepack_opt.models.placement import PlacementResult
     from routepack_opt.models.rows import RowsProblem, RowsResult
-    from routepack_opt.solvers.annealing.chain import Chain, ChainProblem
+    from routepack_opt.topology import Topology
     from routepack_opt.window import Window
 
 logger = logging.getLogger(__name__)
 
-_STEP_MODE_CHAINS = 2  # fixed, so that a plan does not depend on the cores of the machine it is made on
 _COMPILE_NOTICE_S = 1.5
 
 
@@ -206,6 +208,7 @@ class _Run:
 
     def plan(self, budget_s: float | None, budget_steps: int | None) -> Plan:
         """Run all stages."""
+        from routepack_opt.models.layout_search import LayoutTask, search_layout
         from routepack_opt.models.placement import lpt, solve_placement
         from routepack_opt.models.rows import solve_rows
 
@@ -228,44 +231,63 @@ class _Run:
         )
         lpt_ranks = lpt(load, self.topology.ep)
         timer.lap("placement_s")
-        search = _Search(self, atoms, problem, rows, placement, lpt_ranks)
-        cell_of, rank_of = search.run(budget_s, budget_steps)
+        bound = averaging_bound(self.window.lengths, placement.bound, self.topology, self.token_cap, self.cost)
+        task = LayoutTask(
+            window=self.window,
+            topology=self.topology,
+            token_cap=self.token_cap,
+            cost=self.cost,
+            constraints=self.constraints,
+            atoms=atoms,
+            rows_problem=problem,
+            cells=rows.cells,
+            rank_of=placement.rank_of,
+            lpt_ranks=lpt_ranks,
+            standing=self.standing,
+            bound=bound.value,
+        )
+        deadline = None if budget_s is None else timer.start + budget_s - self._reserve_s(budget_s)
+        found = search_layout(task, deadline=deadline, steps=budget_steps, seed=self.seed, stop=self.stop)
+        if found.note:
+            self.notes.append(found.note)
         timer.lap("search_s")
-        plan = self._finish(atoms, rows, placement, search, cell_of, rank_of)
+        plan = self._finish(task, rows, placement, bound, found)
         hashing.join()
         return plan
 
+    def _reserve_s(self, budget_s: float) -> float:
+        """Time the exact re-scoring and the final touches need: some passes over the demand, and a floor."""
+        return min(0.5 * budget_s, 0.01 + 6e-9 * self.window.demand.size)
+
     def _finish(
         self,
-        atoms: AtomSet,
+        task: LayoutTask,
         rows: RowsResult,
         placement: PlacementResult,
-        search: _Search,
-        cell_of: NDArray[np.int64],
-        rank_of: NDArray[np.int64],
+        bound: LayoutBound,
+        found: SearchResult,
     ) -> Plan:
         from routepack_opt.models.finish import even_sample_counts, keep_standing_layers
         from routepack_opt.models.placement import rank_loads, relabel_ranks, slots_from_ranks
 
-        window, topology, c = self.window, self.topology, self.constraints
-        free = not c.equal_samples_per_rank and atoms.rank_groups is None
-        shard_rows = search.problem_grid_shard_rows()
+        window, topology, c, atoms = self.window, self.topology, self.constraints, task.atoms
+        cell_of, rank_of = found.best.cell_of, found.best.rank_of
+        shard_rows = shard_row_of_cell(topology, rows.rows)
         rank_of = keep_standing_layers(atoms, cell_of, shard_rows, rank_of, self.standing, topology.ep)
         rank_of = relabel_ranks(rank_of, self.standing, topology.ep)
-        if free:
+        if task.cells_may_move:
             cell_of = even_sample_counts(
                 atoms, cell_of, rank_of, topology, self.cost, self.token_cap, c.max_samples_per_cell
             )
-        cell_of = canonical_ranks(atoms, cell_of, topology, rows.rows, free)
+        cell_of = canonical_ranks(atoms, cell_of, topology, rows.rows, task.cells_may_move)
         slots = slots_from_ranks(rank_of, topology.ep, self.standing_slots)
         cells = cells_from_assignment(atoms, cell_of, rows.rows, topology.dp)
         final = score(window, cells, slots, topology, self.token_cap, self.cost)
-        bound = averaging_bound(window.lengths, placement.bound, topology, self.token_cap, self.cost)
         reached = rank_loads(window.total_load, rank_of, topology.ep).max(axis=1)
         value = min(bound.value, final.slowest_shard)
         self.timer.lap("finish_s")
         self.timer.stages["total_s"] = self.timer.elapsed
-        self.timer.stages["proposals"] = float(search.num_scored)
+        self.timer.stages["proposals"] = float(found.num_scored)
         return Plan(
             window={
                 "samples": window.num_samples,
@@ -286,8 +308,8 @@ class _Run:
             total_tokens=int(window.lengths.sum()),
             logical_to_slot=slots,
             score=final,
-            seed_score=search.baseline,
-            seed_rows=search.baseline_rows,
+            seed_score=found.baseline,
+            seed_rows=found.baseline_rows,
             bound=value,
             gap=(final.slowest_shard - value) / value if value > 0 else final.slowest_shard,
             moved_experts=(rank_of != self.standing).sum(axis=1).astype(np.int64),
@@ -306,179 +328,6 @@ class _Run:
         )
 
 
-class _Search:
-    """Seeds, then annealing with co-refinement; keeps the best by exact score."""
-
-    def __init__(
-        self,
-        run: _Run,
-        atoms: AtomSet,
-        rows_problem: RowsProblem,
-        rows: RowsResult,
-        placement: PlacementResult,
-        lpt_ranks: NDArray[np.int64],
-    ) -> None:
-        self.run_info, self.atoms, self.rows_problem, self.rows = run, atoms, rows_problem, rows
-        self.placement, self.lpt_ranks = placement, lpt_ranks
-        self.baseline: Score | None = None
-        self.baseline_rows: int | None = None
-        self.num_scored = 0
-
-    def problem_grid_shard_rows(self) -> NDArray[np.int64]:
-        """int64 [B], row-shard of each cell."""
-        topology = self.run_info.topology
-        rows, ranks = np.divmod(np.arange(self.rows.rows * topology.dp, dtype=np.int64), topology.dp)
-        return np.asarray(rows * topology.num_shards + topology.shard_of_rank[ranks])
-
-    def _chain_problem(self) -> ChainProblem:
-        from routepack_opt.solvers.annealing.chain import ChainProblem
-
-        run, atoms = self.run_info, self.atoms
-        num_layers, num_experts = run.window.num_layers, run.window.num_experts
-        budget = -1 if run.constraints.max_moved is None else int(run.constraints.max_moved * num_experts)
-        return ChainProblem(
-            padded=atoms.padded,
-            tokens=atoms.tokens,
-            squares=atoms.squares,
-            samples=atoms.samples,
-            pinned=atoms.pinned,
-            demand=atoms.demand,
-            shards=run.topology.shards,
-            num_rows=self.rows.rows,
-            num_ranks=run.topology.dp,
-            cap=run.token_cap,
-            max_samples=run.constraints.max_samples_per_cell or 0,
-            equal_samples=run.constraints.equal_samples_per_rank,
-            alpha=np.array([s.alpha for s in run.cost.stages], dtype=np.float64),
-            beta=np.array([s.beta for s in run.cost.stages], dtype=np.float64),
-            gamma=run.cost.expert_weights(num_layers),
-            sync=run.cost.sync,
-            num_expert_ranks=run.topology.ep,
-            home=run.standing,
-            move_budget=np.full(num_layers, budget, dtype=np.int64),
-        )
-
-    def _seed_assignments(self) -> Iterator[NDArray[np.int64]]:
-        """Cell number of each atom: the rows' packing, FFD, and both dealt by EDPAwarePair."""
-        from routepack_opt.models.rows import ffd_rows, pack_into
-        from routepack_opt.models.seeds import edp_aware_pair
-
-        topology, num_rows = self.run_info.topology, self.rows.rows
-        free = not self.run_info.constraints.equal_samples_per_rank and self.atoms.rank_groups is None
-        num_x = num_rows * topology.num_shards
-        work = len(self.rows.cells) * min(num_x, 64) * self.run_info.window.num_layers * topology.ep
-        packings = [self.rows.cells]
-        ffd = ffd_rows(self.rows_problem)
-        if ffd is not None:
-            self.baseline_rows = len(ffd) // topology.dp
-            if self.baseline_rows == num_rows:
-                packings.append(ffd)
-        other = pack_into(self.rows_problem, num_rows, seed=self.run_info.seed)
-        if other is not None:
-            packings.append(other)
-        self._ffd = ffd
-        for cells in packings:
-            yield _assignment(cells, self.atoms.num_atoms)
-        if free and num_x > 1 and work < 2e7:
-            for cells in packings[:2]:
-                yield edp_aware_pair(self.atoms, cells, self.placement.rank_of, topology, num_rows)
-
-    def run(self, budget_s: float | None, budget_steps: int | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Returns (cell_of [n], rank_of [L, E]) of the best layout found."""
-        from routepack_opt.solvers.annealing.chain import Chain
-        from routepack_opt.solvers.annealing.schedule import run_chains
-
-        run = self.run_info
-        problem = self._chain_problem()
-        assignments = list(self._seed_assignments())
-        first = Chain(problem, assignments[0], self.placement.rank_of, seed=run.seed, stream=0)
-        seeds = [(first.score(), 0, assignments[0], self.placement.rank_of)]
-        for index, cell_of in enumerate(assignments[1:], 1):
-            first.copy_from(cell_of, self.placement.rank_of)
-            seeds.append((first.score(), index, cell_of, self.placement.rank_of))
-        self._score_baseline(first, seeds)
-        run.timer.lap("seeds_s")
-        seeds.sort(key=lambda s: (s[0], s[1]))
-        best_score, _, best_cells, best_ranks = seeds[0]
-        left = None if budget_s is None else budget_s - run.timer.elapsed - self._reserve_s(budget_s)
-        if (left is not None and left < 1e-3) or budget_steps == 0 or self._nothing_to_gain(best_score):
-            return best_cells, best_ranks
-        chains = self._chains(problem, first, seeds, budget_steps)
-        deadline = None if budget_s is None else run.timer.start + budget_s - self._reserve_s(budget_s)
-        unit = max(best_score.total, 1e-300) / self.atoms.num_atoms
-        results = run_chains(
-            chains,
-            deadline=deadline,
-            steps=budget_steps,
-            mean_atom_cost=unit,
-            refine=run.constraints.max_moved != 0.0,
-            stop=run.stop,
-        )
-        for result in results:
-            self.num_scored += result.num_scored
-            if result.score < best_score:
-                best_score, best_cells, best_ranks = result.score, result.cell_of, result.rank_of
-        return best_cells, best_ranks
-
-    def _score_baseline(
-        self, chain: Chain, seeds: list[tuple[Score, int, NDArray[np.int64], NDArray[np.int64]]]
-    ) -> None:
-        """LPT + FFD: what users run today; a seed too when it is legal here."""
-        if self._ffd is None:
-            return
-        run = self.run_info
-        cell_of = _assignment(self._ffd, self.atoms.num_atoms)
-        if self.baseline_rows == self.rows.rows:
-            chain.copy_from(cell_of, self.lpt_ranks)
-            self.baseline = chain.score()
-            if run.constraints.max_moved is None:
-                seeds.append((self.baseline, len(seeds), cell_of, self.lpt_ranks))
-        else:
-            from routepack_opt.models.placement import slots_from_ranks
-
-            cells = cells_from_assignment(self.atoms, cell_of, self.baseline_rows or 0, run.topology.dp)
-            slots = slots_from_ranks(self.lpt_ranks, run.topology.ep)
-            self.baseline = score(run.window, cells, slots, run.topology, run.token_cap, run.cost)
-
-    def _chains(
-        self,
-        problem: ChainProblem,
-        first: Chain,
-        seeds: list[tuple[Score, int, NDArray[np.int64], NDArray[np.int64]]],
-        budget_steps: int | None,
-    ) -> list[Chain]:
-        from routepack_opt.solvers.annealing.chain import Chain
-
-        if budget_steps is not None:
-            count = _STEP_MODE_CHAINS
-        else:
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            # chains of a large window together stay under half its own size
-            room = max(1, int(0.5 * max(problem.demand.nbytes, 1 << 28) / max(first.loads.nbytes, 1)))
-            count = max(1, min(cores, room, 16))
-        chains = []
-        for k in range(count):
-            _, _, cell_of, rank_of = seeds[k % len(seeds)]
-            if k == 0:
-                first.copy_from(cell_of, rank_of)
-                chains.append(first)
-            else:
-                chains.append(Chain(problem, cell_of, rank_of, seed=self.run_info.seed, stream=k))
-        return chains
-
-    def _reserve_s(self, budget_s: float) -> float:
-        """Time the exact re-scoring and the final touches need: three passes over the demand, and a floor."""
-        return min(0.5 * budget_s, 0.01 + 6e-9 * self.atoms.demand.size)
-
-    def _nothing_to_gain(self, seed_score: Score) -> bool:
-        run = self.run_info
-        bound = averaging_bound(run.window.lengths, self.placement.bound, run.topology, run.token_cap, run.cost)
-        if seed_score.slowest_shard <= bound.value * (1.0 + 1e-9) and run.topology.num_shards == 1:
-            run.notes.append("refinement bypassed: the seed already meets the lower bound")
-            return True
-        return False
-
-
 def rows_problem(atoms: AtomSet, topology: Topology, token_cap: int, constraints: Constraints) -> RowsProblem:
     """The rows problem of a window's atoms under its constraints."""
     from routepack_opt.models.rows import RowsProblem
@@ -494,10 +343,3 @@ def rows_problem(atoms: AtomSet, topology: Topology, token_cap: int, constraints
         equal_samples_per_rank=constraints.equal_samples_per_rank,
         rank_groups=atoms.rank_groups,
     )
-
-
-def _assignment(cells: list[list[int]], num_atoms: int) -> NDArray[np.int64]:
-    result = np.empty(num_atoms, dtype=np.int64)
-    for k, members in enumerate(cells):
-        result[members] = k
-    return result

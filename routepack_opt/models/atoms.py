@@ -100,9 +100,7 @@ def build_atoms(window: Window, constraints: Constraints, token_cap: int) -> Ato
     return atoms
 
 
-def _grouped_demand(
-    window: Window, order: NDArray[np.int64], starts: NDArray[np.int64]
-) -> NDArray[np.int32]:
+def _grouped_demand(window: Window, order: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int32]:
     sums = np.add.reduceat(window.demand[order], starts, axis=0, dtype=np.int64)
     if int(sums.max()) > np.iinfo(np.int32).max:
         raise InvalidInput("demand: an atomic group holds more than 2^31 - 1 assignments to one expert of a layer")

@@ -93,6 +93,12 @@ def simple_averaging_bound(
     return (work / (topology.dp / topology.num_shards) + experts) / topology.num_shards
 
 
+def shard_row_of_cell(topology: Topology, num_rows: int) -> NDArray[np.int64]:
+    """int64 [R*D], the row-shard r*G + g of cell r*D + d."""
+    rows, ranks = np.divmod(np.arange(num_rows * topology.dp, dtype=np.int64), topology.dp)
+    return np.asarray(rows * topology.num_shards + topology.shard_of_rank[ranks])
+
+
 def cells_from_assignment(
     atoms: AtomSet, cell_of: NDArray[np.int64], num_rows: int, num_ranks: int
 ) -> list[list[list[int]]]:

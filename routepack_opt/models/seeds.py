@@ -1,7 +1,11 @@
-"""Seed layouts of the paper (routepack.md section 6): fixed-row FFD, EDPAwarePair, randomised best fit."""
+"""Seed layouts: the paper's EDPAwarePair (routepack.md section 6) and level packing.
+
+Fixed-row FFD and randomised fills live with the rows problem (:mod:`routepack_opt.models.rows`).
+"""
 
 from __future__ import annotations
 
+import heapq
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +15,13 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from routepack_opt.constraints import Constraints
+    from routepack_opt.cost import CostModel
     from routepack_opt.models.atoms import AtomSet
     from routepack_opt.topology import Topology
+
+
+_MOST_SKIPPED = 256  # full cells level packing looks past before it gives up
 
 
 def edp_aware_pair(
@@ -65,30 +74,41 @@ def edp_aware_pair(
     return result
 
 
-def randomised_best_fit(
-    padded: NDArray[np.int64], num_cells: int, cap: int, rng: np.random.Generator, *, width: int = 8
+def level_packing(
+    atoms: AtomSet, num_cells: int, token_cap: int, cost: CostModel, constraints: Constraints
 ) -> list[list[int]] | None:
-    """One randomised trial: window shuffle of descending lengths, the first B items open one cell each, best fit.
+    """Costliest atom first, each into the cheapest cell it fits in: level cells where the cap leaves room.
 
-    Feasible cells are ranked by decreasing occupancy, then count, then index; one of the first ``width`` is drawn.
-    None when an item fits nowhere.
+    An atom's cost is its attention cost over all stages, or its tokens when attention is free.
+
+    Returns
+    -------
+    ``num_cells`` cells of atoms, or None when an atom fits nowhere or a cell would stay empty.
     """
-    remaining = np.lexsort((np.arange(padded.size), -padded)).tolist()
-    used = np.zeros(num_cells, dtype=np.int64)
-    counts = np.zeros(num_cells, dtype=np.int64)
+    tokens = atoms.tokens / float(token_cap)
+    squares = atoms.squares / float(token_cap) ** 2
+    weight = sum((s.alpha * tokens + s.beta * squares for s in cost.stages), np.zeros(atoms.num_atoms))
+    if not weight.any():
+        weight = atoms.padded.astype(np.float64)
+    limit = constraints.max_samples_per_cell
+    heap = [(0.0, k) for k in range(num_cells)]
+    room = [token_cap] * num_cells
+    held = [0] * num_cells
     cells: list[list[int]] = [[] for _ in range(num_cells)]
-    index = np.arange(num_cells)
-    for position in range(padded.size):
-        item = remaining.pop(int(rng.integers(min(width, len(remaining)))))
-        if position < num_cells:
-            k = position
+    for atom in np.lexsort((np.arange(atoms.num_atoms), -weight)).tolist():
+        padded, samples = int(atoms.padded[atom]), int(atoms.samples[atom])
+        skipped = []
+        while heap and len(skipped) < _MOST_SKIPPED:
+            level, k = heapq.heappop(heap)
+            if (padded <= room[k] or not cells[k]) and (limit is None or held[k] + samples <= limit):
+                cells[k].append(atom)
+                room[k] -= padded
+                held[k] += samples
+                skipped.append((level + float(weight[atom]), k))
+                break
+            skipped.append((level, k))
         else:
-            fits = index[used + padded[item] <= cap]
-            if fits.size == 0:
-                return None
-            ranked = fits[np.lexsort((fits, counts[fits], -used[fits]))][:width]
-            k = int(ranked[int(rng.integers(ranked.size))])
-        cells[k].append(item)
-        used[k] += padded[item]
-        counts[k] += 1
-    return cells
+            return None
+        for entry in skipped:
+            heapq.heappush(heap, entry)
+    return cells if all(cells) else None

@@ -38,8 +38,22 @@ def build_expert_rows(demand, cell_of, shard_row, out, shift):  # type: ignore[n
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def swap_experts(expert_rows, rank_of, loads, costs, num_shards, sync_row, spread, row_costs, shard_sums,
-                 temperature, steps_per_layer, home, move_budget, rng):  # type: ignore[no-untyped-def]
+def swap_experts(
+    expert_rows,
+    rank_of,
+    loads,
+    costs,
+    num_shards,
+    sync_row,
+    spread,
+    row_costs,
+    shard_sums,
+    temperature,
+    steps_per_layer,
+    home,
+    move_budget,
+    rng,
+):  # type: ignore[no-untyped-def]
     """Metropolis swaps of two experts of one layer on different ranks; rows stand still.
 
     Parameters

@@ -276,7 +276,10 @@ def anneal(atoms, grid, costs, loads, state, temperature, num_steps, relocate_sh
             attention_y = _attention_after(grid, state, y, a, new_a, b, new_b)
             # the two floors together do not change: at best both row-shards become perfectly balanced
             waste = state.experts[x] - state.floor[x] + state.experts[y] - state.floor[y]
-            if grid.num_shards == 1 and attention_x + attention_y - state.attention[x] - state.attention[y] - waste > limit:
+            if (
+                grid.num_shards == 1
+                and attention_x + attention_y - state.attention[x] - state.attention[y] - waste > limit
+            ):
                 continue
             if j >= 0:
                 swap_peaks(state.loads, x, loads, j, i, peaks_x)

@@ -127,7 +127,7 @@ def _run_clock(
 ) -> Incumbent:
     best = _start(chain)
     start = time.perf_counter()
-    _, num_layers, num_experts = chain.problem.demand.shape
+    num_experts = chain.problem.demand.shape[2]
     proposal_ns, refine_ns = _work_estimates_ns(chain, schedule)
     anneal_s = refine_s = 0.0
     longest_refine_s = refine_ns * 1e-9
