@@ -160,7 +160,7 @@ def test_duplicate_id_in_a_token_warns() -> None:
     _, report = build([routes], [5])
     assert report.num_duplicate_rows == 1
     assert any("sample 0: row 2, layer 1" in text for text in report.warnings)
-    with pytest.warns(RouteWarning, match="name one expert twice"):
+    with pytest.warns(RouteWarning, match="duplicate ids"):
         window_from_routes([routes], [5], E)
 
 

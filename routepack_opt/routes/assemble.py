@@ -174,8 +174,8 @@ class WindowBuilder:
             report.warn(f"some rows are missing in some layers only; first in {self._partly_missing}")
         if report.num_duplicate_rows:
             report.warn(
-                f"{plural(report.num_duplicate_rows, 'row')} name one expert twice (counted as given);"
-                f" first: {self._first_duplicate}"
+                f"duplicate ids: {plural(report.num_duplicate_rows, 'token row')} with an expert named twice"
+                f" (counted as given); first in {self._first_duplicate}"
             )
 
     def finish(self, *, counts: Literal["recorded", "predicted"] = "recorded") -> Window:

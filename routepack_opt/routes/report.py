@@ -48,8 +48,9 @@ class IngestReport:
         """The report as lines of text."""
         files = f"{plural(self.num_files, 'file')}, " if self.num_files else ""
         return [
-            f"{files}{plural(self.num_samples, 'sample')}, {self.num_tokens} tokens, {self.num_rows} route rows,"
-            f" {plural(self.num_layers, 'MoE layer')}, top-{self.top_k}: {self.num_assignments} assignments",
+            f"{files}{plural(self.num_samples, 'sample')}, {self.num_tokens} tokens,"
+            f" {plural(self.num_rows, 'route row')}, {plural(self.num_layers, 'MoE layer')}, top-{self.top_k}:"
+            f" {self.num_assignments} assignments",
             *(f"note: {text}" for text in self.notes),
             *(f"warning: {text}" for text in self.warnings),
         ]
