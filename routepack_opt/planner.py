@@ -256,8 +256,9 @@ class _Run:
         return plan
 
     def _reserve_s(self, budget_s: float) -> float:
-        """Time the exact re-scoring and the final touches need: some passes over the demand, and a floor."""
-        return min(0.5 * budget_s, 0.01 + 6e-9 * self.window.demand.size)
+        """Time the exact re-scoring and the final touches need: passes over demand, samples and cells, and a floor."""
+        passes = 6e-9 * self.window.demand.size + 3e-6 * self.window.num_samples + 3e-5 * self.topology.dp
+        return min(0.5 * budget_s, 0.01 + passes)
 
     def _finish(
         self,

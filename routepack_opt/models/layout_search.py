@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _STEP_MODE_CHAINS = 2  # fixed, so that a plan does not depend on the cores of the machine it is made on
 _MAX_CHAINS = 16
+_SEED_SHARE = 0.25  # of the time left that seeds may take
 _PAIRING_WORK = 20_000_000  # array entries EDPAwarePair may touch; beyond, seeds would eat the budget
 
 
@@ -137,7 +138,9 @@ def search_layout(
     start = time.perf_counter()
     problem = task.chain_problem()
     ffd = ffd_rows(task.rows_problem)
-    packings = _seed_assignments(task, ffd, seed)
+    packings = _seed_assignments(
+        task, ffd, seed, None if deadline is None else start + _SEED_SHARE * (deadline - start)
+    )
     first = Chain(problem, packings[0], task.rank_of, seed=seed, stream=0)
     seeds = []
     for cell_of in packings:
@@ -174,16 +177,25 @@ def _assignment(cells: list[list[int]], num_atoms: int) -> NDArray[np.int64]:
     return result
 
 
-def _seed_assignments(task: LayoutTask, ffd: list[list[int]] | None, seed: int) -> list[NDArray[np.int64]]:
-    """Cell number of each atom: the packing of the row count, level, FFD and random ones, then EDPAwarePair of some."""
+def _seed_assignments(
+    task: LayoutTask, ffd: list[list[int]] | None, seed: int, until: float | None
+) -> list[NDArray[np.int64]]:
+    """Cell number of each atom: the packing of the row count, level, FFD and random ones, then EDPAwarePair of some.
+
+    The first is always there; ``until`` (perf_counter) ends the rest.
+    """
+
+    def time_left() -> bool:
+        return until is None or time.perf_counter() < until
+
     packings = [task.cells]
-    if task.cells_may_move:
+    if task.cells_may_move and time_left():
         level = level_packing(task.atoms, len(task.cells), task.token_cap, task.cost, task.constraints)
         if level is not None:
             packings.append(level)
     if ffd is not None and len(ffd) == len(task.cells):
         packings.append(ffd)
-    other = pack_into(task.rows_problem, task.num_rows, seed=seed)
+    other = pack_into(task.rows_problem, task.num_rows, seed=seed) if time_left() else None
     if other is not None:
         packings.append(other)
     seeds = [_assignment(cells, task.atoms.num_atoms) for cells in packings]
@@ -191,7 +203,8 @@ def _seed_assignments(task: LayoutTask, ffd: list[list[int]] | None, seed: int) 
     work = len(task.cells) * num_x * task.window.num_layers * task.topology.ep
     if task.cells_may_move and num_x > 1 and work < _PAIRING_WORK:
         for cells in packings[:3]:
-            seeds.append(edp_aware_pair(task.atoms, cells, task.rank_of, task.topology, task.num_rows))
+            if time_left():
+                seeds.append(edp_aware_pair(task.atoms, cells, task.rank_of, task.topology, task.num_rows))
     return seeds
 
 

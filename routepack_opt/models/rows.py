@@ -179,7 +179,9 @@ class _Ladder:
             bin_of = pack_bins(self.atoms, num_cells, self.rng, num_random=num_random)
         if bin_of is None:
             return None
-        cells, spread = arrange(self.atoms, bin_of, rows, problem.num_ranks)
+        cells, spread = arrange(
+            self.atoms, bin_of, rows, problem.num_ranks, equal_samples=problem.equal_samples_per_rank
+        )
         return None if problem.equal_samples_per_rank and spread > 0 else cells
 
     def _no_layout(self, rows: int) -> Infeasible:
@@ -258,7 +260,9 @@ def ffd_rows(problem: RowsProblem) -> list[list[int]] | None:
             if cells is not None:
                 return to_cells(atoms, cells, rows * problem.num_ranks)
         else:
-            cells, spread = arrange(atoms, bin_of, rows, problem.num_ranks)
+            cells, spread = arrange(
+                atoms, bin_of, rows, problem.num_ranks, equal_samples=problem.equal_samples_per_rank
+            )
             if not problem.equal_samples_per_rank or spread == 0:
                 return to_cells(atoms, cells, rows * problem.num_ranks)
         rows += problem.row_multiple
@@ -311,7 +315,7 @@ def pack_into(problem: RowsProblem, rows: int, *, seed: int) -> list[list[int]] 
         bin_of = atoms.with_alone(bins)
         if bin_of is None:
             continue
-        cells, spread = arrange(atoms, bin_of, rows, problem.num_ranks)
+        cells, spread = arrange(atoms, bin_of, rows, problem.num_ranks, equal_samples=problem.equal_samples_per_rank)
         if not problem.equal_samples_per_rank or spread == 0:
             return to_cells(atoms, cells, num_cells)
     return None

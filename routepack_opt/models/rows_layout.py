@@ -75,7 +75,12 @@ def to_cells(atoms: Sorted, bin_of: NDArray[np.int64], num_cells: int) -> list[l
     return cells
 
 
-def arrange(atoms: Sorted, bin_of: NDArray[np.int64], num_rows: int, num_ranks: int) -> tuple[NDArray[np.int64], int]:
+_WISHED_MOVES = 64  # moves spent on even sample counts when they are only a wish
+
+
+def arrange(
+    atoms: Sorted, bin_of: NDArray[np.int64], num_rows: int, num_ranks: int, *, equal_samples: bool = False
+) -> tuple[NDArray[np.int64], int]:
     """Make R x D full cells of at most R x D bins.
 
     Returns
@@ -95,7 +100,8 @@ def arrange(atoms: Sorted, bin_of: NDArray[np.int64], num_rows: int, num_ranks: 
     )
     cells = cell_of_bin[bins]
     limits = {"cap": atoms.cap, "max_count": atoms.max_samples, "num_ranks": num_ranks, "num_bins": num_cells}
-    return cells, balance_ranks(atoms.tokens, atoms.samples, cells, **limits)
+    max_moves = None if equal_samples else _WISHED_MOVES
+    return cells, balance_ranks(atoms.tokens, atoms.samples, cells, max_moves=max_moves, **limits)
 
 
 def split_bins(bin_of: NDArray[np.int64], num_bins: int) -> NDArray[np.int64]:

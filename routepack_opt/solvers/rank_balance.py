@@ -53,6 +53,7 @@ def balance_ranks(
     max_count: int,
     num_ranks: int,
     num_bins: int,
+    max_moves: int | None = None,
 ) -> int:
     """Even out the samples per rank, in place; returns the spread that is left (1 or 0 when it succeeded).
 
@@ -62,13 +63,17 @@ def balance_ranks(
         int64 [n] in decreasing length; lengths may exceed ``cap``, such items stay alone in their bin.
     bin_of
         int64 [n], bin b belongs to rank ``b % num_ranks``.
+    max_moves
+        Stop after this many moves, for callers to whom even counts are only a wish; None: until nothing helps.
     """
     load = np.bincount(bin_of, lengths, num_bins).astype(np.int64)
     held = np.bincount(bin_of, counts, num_bins).astype(np.int64)
     size = np.bincount(bin_of, minlength=num_bins).astype(np.int64)
     state = _State(lengths, counts, bin_of, load, held, size, cap, max_count, num_ranks)
     total = held.reshape(-1, num_ranks).sum(axis=0)
-    while total.max() - total.min() > 1:
+    num_moves = 0
+    while total.max() - total.min() > 1 and (max_moves is None or num_moves < max_moves):
+        num_moves += 1
         moved = _one_move(state, total)
         if moved is None:
             break
