@@ -135,7 +135,9 @@ def canonical_ranks(
         for ranks in topology.shards:
             here = row * num_ranks + np.asarray(ranks)
             fullest = here[np.lexsort((first[here], -tokens[here], -samples[here]))]
-            emptiest = np.asarray(ranks)[np.lexsort((ranks, rank_tokens[list(ranks)], rank_samples[list(ranks)]))]
+            emptiest = np.asarray(ranks)[
+                np.lexsort((np.asarray(ranks), rank_tokens[list(ranks)], rank_samples[list(ranks)]))
+            ]
             target[fullest] = row * num_ranks + emptiest
             rank_samples[emptiest] += samples[fullest]
             rank_tokens[emptiest] += tokens[fullest]

@@ -140,13 +140,20 @@ class Chain:
         self.loads = np.zeros((n, problem.num_expert_ranks, padded_layers), dtype=np.int32)
         self.expert_rows = np.zeros((num_x, num_layers, num_experts), dtype=np.int32)
         self.state = sample_moves.State(
-            cell_of.astype(np.int64).copy(),
-            *(np.zeros(num_cells, dtype=np.int64) for _ in range(5)),
-            np.zeros((num_cells, alpha.shape[0])),
-            np.zeros((num_x, problem.num_expert_ranks, padded_layers), dtype=np.int32),
-            *(np.zeros(num_x) for _ in range(4)),
-            np.zeros(num_shards),
-            np.zeros(2),
+            cell_of=cell_of.astype(np.int64).copy(),
+            num_atoms=np.zeros(num_cells, dtype=np.int64),
+            num_samples=np.zeros(num_cells, dtype=np.int64),
+            padded=np.zeros(num_cells, dtype=np.int64),
+            tokens=np.zeros(num_cells, dtype=np.int64),
+            squares=np.zeros(num_cells, dtype=np.int64),
+            stage_cost=np.zeros((num_cells, alpha.shape[0])),
+            loads=np.zeros((num_x, problem.num_expert_ranks, padded_layers), dtype=np.int32),
+            attention=np.zeros(num_x),
+            experts=np.zeros(num_x),
+            floor=np.zeros(num_x),
+            costs=np.zeros(num_x),
+            shard_sums=np.zeros(num_shards),
+            summary=np.zeros(2),
         )
         self._peaks = (np.zeros(padded_layers, dtype=np.int32), np.zeros(padded_layers, dtype=np.int32))
         self.rebuild()

@@ -12,8 +12,8 @@ import numpy as np
 from numba import njit
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def full_energy(costs, num_shards, sync_row, spread, shard_sums):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def full_energy(costs, num_shards, sync_row, spread, shard_sums):
     """Energy of costs [R*G] (row-major); fills shard_sums [G] with sum_r J."""
     num_rows = costs.shape[0] // num_shards
     total = 0.0
@@ -35,8 +35,8 @@ def full_energy(costs, num_shards, sync_row, spread, shard_sums):  # type: ignor
     return (1.0 - spread) * slowest + spread * total / num_shards
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def energy_change(costs, num_shards, sync_row, spread, shard_sums, x, new_x, y, new_y):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def energy_change(costs, num_shards, sync_row, spread, shard_sums, x, new_x, y, new_y):
     """Energy change when J[x] and J[y] become new_x and new_y (x may equal y: then new_y is ignored)."""
     dx = new_x - costs[x]
     dy = 0.0 if x == y else new_y - costs[y]
@@ -65,8 +65,8 @@ def energy_change(costs, num_shards, sync_row, spread, shard_sums, x, new_x, y, 
     return (1.0 - spread) * change + mean_change
 
 
-@njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
-def _row_peak_change(costs, num_shards, row, x, new_x, y, new_y):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True, inline="always")
+def _row_peak_change(costs, num_shards, row, x, new_x, y, new_y):
     old = 0.0
     new = 0.0
     for g in range(num_shards):

@@ -18,11 +18,11 @@ _S30, _S27, _S31, _S32, _S11 = np.uint64(30), np.uint64(27), np.uint64(31), np.u
 
 def new_state(seed: int, stream: int) -> NDArray[np.uint64]:
     """uint64 [1], independent for each (seed, stream)."""
-    return np.random.SeedSequence([seed % 2**63, stream]).generate_state(1, np.uint64)
+    return np.random.SeedSequence([seed % 2**63, stream]).generate_state(1, np.uint64).astype(np.uint64)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def next_u64(state):  # type: ignore[no-untyped-def]
+@njit(inline="always")
+def next_u64(state):
     """SplitMix64 (Steele, Lea, Flood 2014)."""
     z = state[0] + _GAMMA
     state[0] = z
@@ -31,13 +31,13 @@ def next_u64(state):  # type: ignore[no-untyped-def]
     return z ^ (z >> _S31)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def below(state, n):  # type: ignore[no-untyped-def]
+@njit(inline="always")
+def below(state, n):
     """Uniform integer in [0, n), n < 2**31."""
     return np.int64(((next_u64(state) >> _S32) * np.uint64(n)) >> _S32)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def uniform(state):  # type: ignore[no-untyped-def]
+@njit(inline="always")
+def uniform(state):
     """Uniform float64 in (0, 1]."""
     return (np.float64(next_u64(state) >> _S11) + 1.0) * (1.0 / 9007199254740992.0)

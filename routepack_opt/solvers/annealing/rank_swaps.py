@@ -14,8 +14,8 @@ from numba import njit
 from routepack_opt.solvers.annealing.random import below, uniform
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def build_loads(demand, rank_of, out, shift):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def build_loads(demand, rank_of, out, shift):
     """out [n, P, Lp] = per-rank loads of each atom; demand [n, L, E], rank_of [L, E]; counts are shifted right."""
     n, num_layers, num_experts = demand.shape
     out[:] = 0
@@ -25,8 +25,8 @@ def build_loads(demand, rank_of, out, shift):  # type: ignore[no-untyped-def]
                 out[i, rank_of[layer, e], layer] += demand[i, layer, e] >> shift
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def build_expert_rows(demand, cell_of, shard_row, out, shift):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def build_expert_rows(demand, cell_of, shard_row, out, shift):
     """out [X, L, E] = demand of every row-shard."""
     n, num_layers, num_experts = demand.shape
     out[:] = 0
@@ -37,7 +37,7 @@ def build_expert_rows(demand, cell_of, shard_row, out, shift):  # type: ignore[n
                 out[x, layer, e] += demand[i, layer, e] >> shift
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def swap_experts(
     expert_rows,
     rank_of,
@@ -53,7 +53,7 @@ def swap_experts(
     home,
     move_budget,
     rng,
-):  # type: ignore[no-untyped-def]
+):
     """Metropolis swaps of two experts of one layer on different ranks; rows stand still.
 
     Parameters
@@ -144,8 +144,8 @@ def swap_experts(
     return accepted
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _energy_weights(row_costs, num_shards, sync_row, spread, shard_sums, weight):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def _energy_weights(row_costs, num_shards, sync_row, spread, shard_sums, weight):
     num_x = row_costs.shape[0]
     share = spread / num_shards
     for x in range(num_x):

@@ -72,8 +72,8 @@ class State(NamedTuple):
     summary: np.ndarray  # float64 [2]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def weighted_peaks(peaks, costs):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def weighted_peaks(peaks, costs):
     """(1/C) sum_l gamma_l peaks[l]; integer sum first when all gammas agree, as the exact evaluator does."""
     if costs.uniform_gamma:
         total = 0
@@ -86,8 +86,8 @@ def weighted_peaks(peaks, costs):  # type: ignore[no-untyped-def]
     return weighted / costs.cap
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def swap_peaks(state_loads, x, loads, plus, minus, peaks):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def swap_peaks(state_loads, x, loads, plus, minus, peaks):
     """Fill peaks [Lp] with max_p of row-shard x after atom ``plus`` replaced atom ``minus``."""
     num_ranks, num_layers = state_loads.shape[1], state_loads.shape[2]
     for layer in range(num_layers):
@@ -98,8 +98,8 @@ def swap_peaks(state_loads, x, loads, plus, minus, peaks):  # type: ignore[no-un
             peaks[layer] = max(peaks[layer], value)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def shift_peaks(state_loads, x, loads, atom, sign, peaks):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def shift_peaks(state_loads, x, loads, atom, sign, peaks):
     """Fill peaks [Lp] with max_p of row-shard x after ``atom`` entered (sign 1) or left (sign -1)."""
     num_ranks, num_layers = state_loads.shape[1], state_loads.shape[2]
     for layer in range(num_layers):
@@ -110,23 +110,23 @@ def shift_peaks(state_loads, x, loads, atom, sign, peaks):  # type: ignore[no-un
             peaks[layer] = max(peaks[layer], value)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _add_loads(state_loads, x, loads, atom, sign):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def _add_loads(state_loads, x, loads, atom, sign):
     for p in range(state_loads.shape[1]):
         for layer in range(state_loads.shape[2]):
             state_loads[x, p, layer] += sign * loads[atom, p, layer]
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _stage_costs(tokens, squares, costs, out):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def _stage_costs(tokens, squares, costs, out):
     t = tokens / costs.cap
     q = squares / (costs.cap * costs.cap)
     for s in range(costs.alpha.shape[0]):
         out[s] = costs.alpha[s] * t + costs.beta[s] * q
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _attention_after(grid, state, x, cell_a, new_a, cell_b, new_b):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def _attention_after(grid, state, x, cell_a, new_a, cell_b, new_b):
     """Attention cost of row-shard x when cells a and b (where they belong to x) have the given stage costs."""
     total = 0.0
     for s in range(new_a.shape[0]):
@@ -146,8 +146,8 @@ def _attention_after(grid, state, x, cell_a, new_a, cell_b, new_b):  # type: ign
     return total
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def recompute(atoms, grid, costs, loads, state, peaks):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def recompute(atoms, grid, costs, loads, state, peaks):
     """Fill everything in ``state`` from ``state.cell_of``: the slow, obviously right path."""
     num_cells = grid.shard_row.shape[0]
     state.num_atoms[:] = 0
@@ -184,14 +184,14 @@ def recompute(atoms, grid, costs, loads, state, peaks):  # type: ignore[no-untyp
     state.summary[0] = full_energy(state.costs, grid.num_shards, grid.sync_row, grid.spread, state.shard_sums)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _fits(grid, padded, samples, num_atoms):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def _fits(grid, padded, samples, num_atoms):
     """Cell rule: within the cap, or a single (oversize) atom; never empty; at most max_samples."""
     return (padded <= grid.cap or num_atoms == 1) and num_atoms >= 1 and samples <= grid.max_samples
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def anneal(atoms, grid, costs, loads, state, temperature, num_steps, relocate_share, rng, peaks_x, peaks_y):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def anneal(atoms, grid, costs, loads, state, temperature, num_steps, relocate_share, rng, peaks_x, peaks_y):
     """Run ``num_steps`` proposals at one temperature (energy units); returns how many were scored.
 
     A proposal swaps two atoms of different cells or relocates one; infeasible ones count as steps. A proposal is
@@ -347,8 +347,8 @@ def anneal(atoms, grid, costs, loads, state, temperature, num_steps, relocate_sh
     return scored
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _floor_of(loads, atom, costs):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True)
+def _floor_of(loads, atom, costs):
     total = 0.0
     for layer in range(loads.shape[2]):
         mean = 0
