@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AtomSet:
-    """n atoms of a window.
+    """n atoms of a window, in an order that depends on their content alone (see :func:`build_atoms`).
 
     Attributes
     ----------
@@ -27,7 +27,7 @@ class AtomSet:
     padded, tokens, squares, samples
         int64 [n]: tokens the cap counts, true tokens, sum of squared true lengths, number of samples.
     demand
-        int32 [n, L, E]; the window's own array when every atom is one sample.
+        int32 [n, L, E].
     rank_groups
         int64 [n] when atoms with equal value must share a DP rank, else None.
     """
@@ -61,6 +61,9 @@ def padded_lengths(lengths: NDArray[np.int64], multiple: int) -> NDArray[np.int6
 
 def build_atoms(window: Window, constraints: Constraints, token_cap: int) -> AtomSet:
     """Group the samples of a window as its constraints ask.
+
+    Atoms are sorted by length, then content, so that the order in which samples arrive changes nothing the solvers
+    see: a shuffled window gets the same score.
 
     Raises
     ------
@@ -97,7 +100,41 @@ def build_atoms(window: Window, constraints: Constraints, token_cap: int) -> Ato
             groups,
         )
     _check_sizes(window, atoms, constraints, token_cap, names)
-    return atoms
+    return _sorted_by_content(atoms)
+
+
+def _sorted_by_content(atoms: AtomSet) -> AtomSet:
+    """Sort; atoms that agree in all that is compared are interchangeable, whatever their order."""
+    sizes = (atoms.samples, atoms.squares, atoms.tokens, atoms.padded)  # lexsort: the last is compared first
+    order = np.lexsort(sizes)
+    same = np.ones(max(atoms.num_atoms - 1, 0), dtype=np.bool_)
+    for values in sizes:
+        same &= np.diff(values[order]) == 0
+    if same.any():
+        tied = order[np.append(same, False) | np.append(False, same)]
+        content = np.zeros(atoms.num_atoms, dtype=np.int64)
+        content[tied] = _fingerprints(atoms.demand[tied])
+        groups = () if atoms.rank_groups is None else (atoms.rank_groups,)
+        order = np.lexsort((*groups, content, *sizes))
+    return AtomSet(
+        tuple(atoms.members[i] for i in order.tolist()),
+        atoms.padded[order],
+        atoms.tokens[order],
+        atoms.squares[order],
+        atoms.samples[order],
+        atoms.demand[order],
+        None if atoms.rank_groups is None else atoms.rank_groups[order],
+    )
+
+
+def _fingerprints(demand: NDArray[np.int32]) -> NDArray[np.int64]:
+    """int64 [k], one number for each atom's demand [k, L, E]: a fixed random projection modulo 2^64."""
+    flat = demand.reshape(demand.shape[0], -1)
+    z = np.arange(1, flat.shape[1] + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the mixer of SplitMix64
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    weights = ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+    return np.asarray(np.einsum("ij,j->i", flat, weights, dtype=np.int64, casting="safe"))
 
 
 def _grouped_demand(window: Window, order: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int32]:
