@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from routepack_opt.cost import Score, score
+from routepack_opt.models.exhaustive import exhaustive
 from routepack_opt.models.layout import cells_from_assignment
 from routepack_opt.models.placement import slots_from_ranks
 from routepack_opt.models.rows import ffd_rows, pack_into
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _STEP_MODE_CHAINS = 2  # fixed, so that a plan does not depend on the cores of the machine it is made on
 _MAX_CHAINS = 16
+_TRY_ALL_S = 0.02  # what trying all layouts of a tiny window may take
 _SEED_SHARE = 0.25  # of the time left that seeds may take
 _PAIRING_WORK = 20_000_000  # array entries EDPAwarePair may touch; beyond, seeds would eat the budget
 
@@ -155,6 +157,8 @@ def search_layout(
         return result
     if steps == 0 or (deadline is not None and deadline - time.perf_counter() < 1e-3):
         return result
+    if (deadline is None or deadline - time.perf_counter() > _TRY_ALL_S) and _try_all(task, problem, first, result):
+        return result
     incumbents = run_chains(
         _chains(task, problem, first, seeds, steps, seed),
         deadline=deadline,
@@ -168,6 +172,18 @@ def search_layout(
         if incumbent.score < result.best.score:
             result.best = Candidate(incumbent.score, incumbent.cell_of, incumbent.rank_of)
     return result
+
+
+def _try_all(task: LayoutTask, problem: ChainProblem, chain: Chain, result: SearchResult) -> bool:
+    """Optimum of a tiny window into ``result``; False when the window is larger."""
+    tried = exhaustive(problem, cells_may_move=task.cells_may_move, rank_groups=task.atoms.rank_groups)
+    if tried is None:
+        return False
+    chain.copy_from(*tried)
+    if chain.score() < result.best.score:
+        result.best = Candidate(chain.score(), *tried)
+    result.note = "optimal: every layout and every placement of this small window was tried"
+    return True
 
 
 def _assignment(cells: list[list[int]], num_atoms: int) -> NDArray[np.int64]:
