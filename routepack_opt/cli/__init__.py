@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import logging
+import os
 import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_COMMANDS = {
+    from routepack_opt.cli.arguments import Parser
+
+# Each is a module of this package with add_arguments, run, and DESCRIPTION and EPILOG of its help.
+COMMANDS = {
     "ingest": "routing-replay dumps -> window, with every anomaly reported",
     "synth": "a realistic window from published statistics",
     "plan": "window -> plan: experts placed, samples packed, gains and proofs",
@@ -19,52 +23,100 @@ _COMMANDS = {
 }
 INTERRUPTED = 130
 
+_DESCRIPTION = """\
+Plans expert placement and sample packing for Mixture-of-Experts RL training steps,
+and proves how good its answers are."""
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; a command's module is imported only when its parser is needed."""
-    import routepack_opt
+_EPILOG = """\
+a first run:
+  routepack synth flash -o window.npz
+  routepack plan window.npz --dp 16 --ep 8 --shards 2 --token-cap 8192 -o plan.json
+  routepack verify plan.json window.npz
 
-    parser = argparse.ArgumentParser(
-        prog="routepack",
-        description="Plans expert placement and sample packing for MoE RL training steps, and proves its answers.",
-        epilog="Exit codes: 0 done, 1 a check failed, 2 usage, 3 infeasible, 4 invalid input, 130 interrupted.",
-    )
-    parser.add_argument("--version", action="version", version=f"routepack {routepack_opt.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, text in _COMMANDS.items():
-        commands.add_parser(name, help=text, add_help=False)
-    return parser
+'routepack COMMAND --help' explains one command.
+
+exit codes:
+  0  done                      3  infeasible: says what would do
+  1  a check failed            4  invalid input: names file, field and index
+  2  usage                   130  interrupted; what is done is kept
+Results go to stdout (with --json one JSON document and nothing else), the rest to stderr."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] not in _COMMANDS:
-        build_parser().parse_args(arguments or ["--help"])
-        return 0
-    name, rest = arguments[0], arguments[1:]
-    import importlib
+    name = arguments[0] if arguments and arguments[0] in COMMANDS else None
+    prog = "routepack" if name is None else f"routepack {name}"
+    try:
+        code = _overview(arguments) if name is None else _run(name, arguments[1:])
+        sys.stdout.flush()
+        return code
+    except SystemExit as end:  # argparse: help, version and usage errors
+        return end.code if isinstance(end.code, int) else 2
+    except KeyboardInterrupt:
+        print(f"{prog}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout left, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (OSError, MemoryError) as error:
+        print(f"{prog}: {_one_line(error)}", file=sys.stderr)
+        return 4
+
+
+def _one_line(error: OSError | MemoryError) -> str:
+    if isinstance(error, MemoryError):
+        return f"this needs more memory than the machine has {error}".strip()
+    return f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror or error}"
+
+
+def overview_parser() -> Parser:
+    """The parser behind ``routepack --help``; each command has its own."""
+    import routepack_opt
+    from routepack_opt.cli.arguments import Parser
+
+    names = "\n".join(f"  {name:<9} {text}" for name, text in COMMANDS.items())
+    parser = Parser("routepack", _DESCRIPTION, f"commands:\n{names}\n\n{_EPILOG}")
+    parser.usage = "routepack COMMAND [options]"
+    parser.add_argument("--version", action="version", version=f"routepack {routepack_opt.__version__}")
+    return parser
+
+
+def _overview(arguments: list[str]) -> int:
+    parser = overview_parser()
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return 2
+    if not arguments[0].startswith("-"):
+        parser.error(f"unknown command {arguments[0]!r}; commands are {', '.join(COMMANDS)}")
+    parser.parse_args(arguments)
+    return 2
+
+
+def command_parser(name: str) -> Parser:
+    """The parser of one command."""
+    from routepack_opt.cli.arguments import Parser
 
     module = importlib.import_module(f"routepack_opt.cli.{name}")
-    parser = argparse.ArgumentParser(prog=f"routepack {name}", description=_COMMANDS[name])
+    parser = Parser(f"routepack {name}", module.DESCRIPTION, module.EPILOG)
     module.add_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="machine-readable results on stdout, nothing else there")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of text")
     parser.add_argument("-q", "--quiet", action="store_true", help="no progress on stderr")
-    options = parser.parse_args(rest)
-    _set_up_logging(options.quiet)
+    return parser
+
+
+def _run(name: str, arguments: list[str]) -> int:
     from routepack_opt.errors import RoutePackError
 
+    module = importlib.import_module(f"routepack_opt.cli.{name}")
+    prepare = getattr(module, "prepare", list)  # a command may rewrite its arguments first
+    options = command_parser(name).parse_args(prepare(arguments))
+    _set_up_logging(options.quiet)
     try:
         return int(module.run(options))
     except RoutePackError as error:
         print(f"routepack {name}: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
-        print(f"routepack {name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
 
 
 def _set_up_logging(quiet: bool) -> None:

@@ -8,10 +8,18 @@ import os
 import platform
 from typing import TYPE_CHECKING, Any
 
+import routepack_opt
 from routepack_opt.cli.output import print_json
 
 if TYPE_CHECKING:
     import argparse
+
+DESCRIPTION = """\
+Say what is installed and usable on this machine, and compile the CPU kernels (once; later
+runs load them from the cache on disk). Exit code 1 when something required is missing.
+"""
+
+EPILOG = ""
 
 _PACKAGES = {
     "numpy": "required",
@@ -28,12 +36,14 @@ _PACKAGES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of doctor."""
+    parser.usage = "routepack doctor [options]"
     parser.add_argument("--no-compile", action="store_true", help="do not compile the kernels")
 
 
 def run(options: argparse.Namespace) -> int:
     """Exit 1 when a required package is missing."""
     facts: dict[str, Any] = {
+        "routepack": routepack_opt.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -56,10 +66,10 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(facts)
     else:
-        rows = [["python", facts["python"]], ["machine", facts["machine"]], ["CPUs", str(facts["cpus"])]]
+        rows = [[name, str(facts[name])] for name in ("routepack", "python", "machine", "cpus")]
         for name, version in facts["packages"].items():
             rows.append([name, f"{version or 'missing'}  ({_PACKAGES[name]})"])
-        rows.append(["CUDA", facts["cuda"]])
+        rows.append(["cuda", facts["cuda"]])
         if facts["kernels_s"] is not None:
             rows.append(["kernels", f"ready in {facts['kernels_s']} s"])
         print("\n".join(line.rstrip() for line in _left_table(rows)))

@@ -4,34 +4,58 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from routepack_opt.cli.output import print_json
+from routepack_opt.cli.arguments import integer
+from routepack_opt.cli.output import check_output, print_json
 
 if TYPE_CHECKING:
     import argparse
 
+DESCRIPTION = """\
+Count the token-to-expert routes that a rollout engine recorded into one window: the length
+of each sample, and how many of its tokens chose each expert of each MoE layer.
+
+Samples keep the order of the files, then their order inside each file. Routes are never
+guessed: what is unusual is reported, what is wrong is refused with file, sample and token.
+"""
+
+EPILOG = """\
+examples:
+  routepack ingest rollout-*.npz --num-experts 64 -o window.npz
+  routepack ingest dump.jsonl --format sglang --num-experts 128 --num-layers 48 --top-k 8 -o window.npz
+  routepack ingest step.pt --num-experts 256 --moe-layers 3-60 -o window.npz
+
+docs/routes.md describes each format and the rules for padding rows and missing routes."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ingest."""
-    parser.add_argument("files", nargs="+", metavar="FILE", help="dumps; samples keep the order of files, then of samples")
-    parser.add_argument("-o", "--output", required=True, metavar="WINDOW.npz")
-    parser.add_argument("--num-experts", type=int, required=True, metavar="E", help="logical experts of a layer")
+    positive = integer(1)
+    parser.usage = "routepack ingest FILE [FILE ...] --num-experts E -o WINDOW.npz [options]"
+    parser.add_argument("files", nargs="+", metavar="FILE", help="the dumps of one optimizer step")
+    parser.add_argument("-o", "--output", required=True, metavar="WINDOW.npz", help="the window, written in one go")
+    parser.add_argument("--num-experts", type=positive, required=True, metavar="E", help="logical experts of a layer")
     parser.add_argument(
         "--format",
         metavar="F",
-        help="npz, npy, jsonl, parquet, pt, megatron, or a framework: vllm, sglang, verl, nemo-rl, slime, trtllm;"
-        " default: by extension and content",
+        help="npz, npy, jsonl, parquet, pt, megatron, or a framework: vllm, sglang, verl, nemo-rl, slime, trtllm"
+        " (default: told by extension and content)",
     )
     parser.add_argument(
         "--moe-layers",
-        metavar="3-60",
-        help="the MoE layers among the dump's layers, such as 3-60 or 1,3,5; default: layers that are not zero everywhere",
+        metavar="LAYERS",
+        help="the MoE layers among the dump's layers, such as 3-60 or 1,3,5 (default: those not zero in every sample)",
     )
-    parser.add_argument("--num-layers", type=int, metavar="N", help="layers of flat dumps that do not tell (SGLang)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="experts a token uses, for flat dumps that do not tell")
+    parser.add_argument(
+        "--num-layers", type=positive, metavar="N", help="layers, for flat dumps that do not tell (SGLang)"
+    )
+    parser.add_argument(
+        "--top-k", type=positive, metavar="K", help="experts a token uses, for flat dumps that do not tell"
+    )
     parser.add_argument(
         "--counts",
         choices=("recorded", "predicted"),
         default="recorded",
+        metavar="recorded|predicted",
         help="predicted marks routes of an older policy than the one trained",
     )
 
@@ -40,6 +64,7 @@ def run(options: argparse.Namespace) -> int:
     """Read, report, write."""
     from routepack_opt.routes import IngestReport, parse_layer_ranges, read_routes
 
+    check_output(options.output, *options.files)
     report = IngestReport()
     window = read_routes(
         options.files,
@@ -56,5 +81,8 @@ def run(options: argparse.Namespace) -> int:
         print_json({"window": options.output, **report.to_json()})
         return 0
     print(*report.lines(), sep="\n")
-    print(f"wrote {options.output}: {window.num_samples} x {window.num_layers} x {window.num_experts}")
+    print(
+        f"wrote {options.output}: {window.num_samples} samples x {window.num_layers} MoE layers"
+        f" x {window.num_experts} experts"
+    )
     return 0

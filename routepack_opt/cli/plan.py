@@ -1,75 +1,181 @@
-"""``routepack plan``: the main job, and the table of what was gained and what is proved."""
+"""``routepack plan``: the main job."""
 
 from __future__ import annotations
 
-import signal
-import sys
-import threading
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from routepack_opt.cli import INTERRUPTED
-from routepack_opt.cli.output import plural, print_json, table
+from routepack_opt.cli.arguments import integer, number
+from routepack_opt.cli.output import check_output
+from routepack_opt.cli.progress import search_progress, stop_on_interrupt
 
 if TYPE_CHECKING:
     import argparse
 
     from routepack_opt.constraints import Constraints
     from routepack_opt.cost import CostModel
-    from routepack_opt.plan import Plan
-    from routepack_opt.report.gains import LayoutFigures
     from routepack_opt.window import Window
+
+DESCRIPTION = """\
+Plan one optimizer step: put each expert of each MoE layer on an EP rank, put each sample
+in a cell (one row of one DP rank), and print what that gains and what is proved of it.
+
+The plan has as few rows as can be found, then the fastest slowest EDP shard. It is never
+worse than LPT placement with first-fit-decreasing rows, and it is made inside the budget.
+"""
+
+EPILOG = """\
+examples:
+  routepack plan window.npz --ep 8 --token-cap 8192 -o plan.json
+  routepack plan window.npz --dp 16 --ep 8 --shards 2 --token-cap 8192 \\
+      --model qwen3-30b-a3b --previous last.json --max-moved 0.25 --budget 2 -o plan.json
+
+Each column of the table is one plan. "standing + FFD" keeps the experts where they are now
+and fills rows first-fit decreasing, "LPT + FFD" places the experts anew first. Times are in
+cost units: one unit is one token cap of token-expert assignments (docs/cost-model.md).
+The lines below the table say what is proved; 'routepack verify' checks them again.
+
+Ctrl-C ends the search, writes the best plan found so far and exits with 130.
+Exit code 3 says how many dummy samples, or which token cap, would make a plan possible."""
 
 _BYTES_PER_PARAMETER = 14  # bf16 weight + fp32 master + two fp32 Adam moments
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of plan."""
-    parser.add_argument("window", metavar="WINDOW.npz")
-    parser.add_argument("-o", "--output", required=True, metavar="PLAN.json")
+    positive = integer(1)
+    parser.usage = "routepack plan WINDOW.npz --ep P --token-cap C -o PLAN.json [options]"
+    parser.add_argument("window", metavar="WINDOW.npz", help="lengths and expert demand of one step")
+    parser.add_argument("-o", "--output", required=True, metavar="PLAN.json", help="written in one go at the end")
     sizes = parser.add_argument_group("topology")
-    sizes.add_argument("--ep", type=int, required=True, metavar="P", help="EP ranks of a shard")
-    sizes.add_argument("--dp", type=int, metavar="D", help="DP ranks; default ep x shards")
-    sizes.add_argument("--shards", type=int, metavar="G", help="EDP shards; default 1, or dp // ep when --dp is given")
-    parser.add_argument("--token-cap", type=int, required=True, metavar="C", help="most tokens of a cell")
-    costs = parser.add_argument_group("cost").add_mutually_exclusive_group()
-    costs.add_argument("--cost", metavar="cost.json", help="stages and expert weight; see docs/cost-model.md")
-    costs.add_argument("--model", metavar="NAME", help="a model preset, or a Hugging Face config.json")
+    sizes.add_argument("--ep", type=positive, required=True, metavar="P", help="EP ranks of a shard; P divides E")
+    sizes.add_argument("--dp", type=positive, metavar="D", help="DP ranks (default P x shards)")
+    sizes.add_argument(
+        "--shards", type=positive, metavar="G", help="EDP shards (default 1; with --dp: D // P, at least 1)"
+    )
+    sizes.add_argument("--token-cap", type=positive, required=True, metavar="C", help="most tokens of a cell")
+    group = parser.add_argument_group("cost (default: alpha 4 L, beta 7e-4 C L, expert weight 1)")
+    costs = group.add_mutually_exclusive_group()
+    costs.add_argument("--cost", metavar="COST.json", help="stages and expert weight")
+    costs.add_argument("--model", metavar="NAME", help="from model dimensions: a preset, or a Hugging Face config.json")
+    _add_search(parser)
+    _add_constraints(parser)
+
+
+def _add_search(parser: argparse.ArgumentParser) -> None:
     search = parser.add_argument_group("search")
-    search.add_argument("--budget", type=float, default=1.0, metavar="S", help="seconds (default 1)")
-    search.add_argument("--budget-steps", type=int, metavar="K", help="proposals per chain instead of seconds: reproducible")
-    search.add_argument("--seed", type=int, default=0, metavar="S")
-    search.add_argument("--device", default="auto", metavar="D", help="auto or cpu")
-    search.add_argument("--previous", metavar="plan.json", help="the placement in force; default: slot e holds expert e")
-    limits = parser.add_argument_group("constraints")
-    limits.add_argument("--min-rows", type=int, default=1, metavar="R")
-    limits.add_argument("--row-multiple", type=int, default=1, metavar="M")
-    limits.add_argument("--pad-multiple", type=int, default=1, metavar="M", help="the cap counts lengths rounded up to this")
-    limits.add_argument("--max-samples", type=int, metavar="K", help="most samples of a cell")
+    search.add_argument(
+        "--budget",
+        type=number(0.0, 1e8, "a number of seconds >= 0"),
+        default=1.0,
+        metavar="S",
+        help="seconds the planning may take (default 1); compiling, once, is not counted",
+    )
+    search.add_argument(
+        "--budget-steps",
+        type=integer(0),
+        metavar="K",
+        help="proposals per chain instead of seconds: the same plan on every machine",
+    )
+    search.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices (default 0)")
+    search.add_argument("--device", default="auto", metavar="D", help="auto (default) or cpu")
+
+
+def _add_constraints(parser: argparse.ArgumentParser) -> None:
+    positive = integer(1)
+    moves = parser.add_argument_group("expert moves")
+    moves.add_argument("--previous", metavar="PLAN.json", help="the plan in force (default: slot e holds expert e)")
+    moves.add_argument(
+        "--max-moved",
+        type=number(0.0, 1.0, "a share between 0 and 1"),
+        metavar="SHARE",
+        help="largest share of the experts that may change EP rank, 0 to 1",
+    )
+    moves.add_argument(
+        "--expert-bytes", type=positive, metavar="B", help="bytes moved with one expert (default from --model)"
+    )
+    limits = parser.add_argument_group("constraints on the layout")
+    limits.add_argument(
+        "--min-rows", type=positive, default=1, metavar="R", help="at least R rows, such as the pipeline depth"
+    )
+    limits.add_argument("--row-multiple", type=positive, default=1, metavar="M", help="rows are a multiple of M")
+    limits.add_argument(
+        "--pad-multiple",
+        type=positive,
+        default=1,
+        metavar="M",
+        help="the cap counts lengths rounded up to a multiple of M",
+    )
+    limits.add_argument("--max-samples", type=positive, metavar="K", help="at most K samples in a cell")
     limits.add_argument("--equal-samples", action="store_true", help="the same number of samples on every DP rank")
     limits.add_argument(
         "--keep-groups",
         nargs="?",
         const="cell",
         choices=("cell", "rank"),
-        help="samples of one group_id stay in one cell (default) or on one DP rank",
+        metavar="cell|rank",
+        help="samples with one group_id stay in one cell (default), or on one DP rank",
     )
-    limits.add_argument("--oversize", choices=("error", "alone"), default="error", help="samples longer than the cap")
-    limits.add_argument("--max-moved", type=float, metavar="SHARE", help="largest share of experts that change EP rank")
-    parser.add_argument("--expert-bytes", type=int, metavar="B", help="bytes moved with one expert; default from --model")
+    limits.add_argument(
+        "--oversize",
+        choices=("error", "alone"),
+        default="error",
+        metavar="error|alone",
+        help="a sample above the cap is refused (default) or gets a cell of its own",
+    )
+
+
+def prepare(arguments: list[str]) -> list[str]:
+    """A bare ``--keep-groups`` must not swallow the argument after it."""
+    result = list(arguments)
+    for index, word in enumerate(result):
+        if word == "--keep-groups" and result[index + 1 : index + 2] not in (["cell"], ["rank"]):
+            result[index] = "--keep-groups=cell"
+    return result
 
 
 def run(options: argparse.Namespace) -> int:
     """Plan, write, print."""
-    from routepack_opt.constraints import Constraints
+    from routepack_opt.cli.plan_table import print_result
     from routepack_opt.plan import Plan
     from routepack_opt.planner import plan_window
     from routepack_opt.topology import Topology
     from routepack_opt.window import Window
 
-    _check_output(options.output)
+    check_output(options.output, options.window, options.cost, options.model)
     topology = Topology(dp=options.dp, ep=options.ep, shards=options.shards)
-    constraints = Constraints(
+    previous = None if options.previous is None else Plan.load(options.previous)
+    window = Window.load(options.window)
+    cost, expert_bytes, notes = _cost(options, window)
+    steps = options.budget_steps
+    with stop_on_interrupt() as stop, search_progress(None if steps is not None else options.budget, options.quiet):
+        plan = plan_window(
+            window,
+            topology,
+            token_cap=options.token_cap,
+            cost=cost,
+            budget_s=options.budget,
+            budget_steps=steps,
+            seed=options.seed,
+            device=options.device,
+            previous=previous,
+            constraints=_constraints(options),
+            stop=stop,
+        )
+        interrupted = stop.is_set()
+        if interrupted:
+            notes.append("interrupted: the best plan found until then")
+        plan = replace(plan, notes=(*plan.notes, *notes))
+        plan.save(options.output)
+    print_result(options, plan, window, expert_bytes, previous)
+    return INTERRUPTED if interrupted else 0
+
+
+def _constraints(options: argparse.Namespace) -> Constraints:
+    from routepack_opt.constraints import Constraints
+
+    return Constraints(
         min_rows=options.min_rows,
         row_multiple=options.row_multiple,
         pad_multiple=options.pad_multiple,
@@ -79,169 +185,24 @@ def run(options: argparse.Namespace) -> int:
         oversize=options.oversize,
         max_moved=options.max_moved,
     )
-    cost, expert_bytes = _cost(options)
-    previous = None if options.previous is None else Plan.load(options.previous)
-    window = Window.load(options.window)
-    stop = threading.Event()
-    old = signal.signal(signal.SIGINT, lambda *_: stop.set())
-    try:
-        plan = plan_window(
-            window,
-            topology,
-            token_cap=options.token_cap,
-            cost=cost,
-            budget_s=options.budget,
-            budget_steps=options.budget_steps,
-            seed=options.seed,
-            device=options.device,
-            previous=previous,
-            constraints=constraints,
-            stop=stop,
-        )
-        plan.save(options.output)
-    finally:
-        signal.signal(signal.SIGINT, old)
-    _print_result(options, plan, window, expert_bytes, previous)
-    if stop.is_set():
-        print(f"interrupted: wrote the incumbent to {options.output}", file=sys.stderr)
-        return INTERRUPTED
-    return 0
 
 
-def _check_output(path: str) -> None:
-    """Find out before the work, not after it."""
-    from routepack_opt.errors import InvalidInput
-
-    folder = Path(path).resolve().parent
-    if not folder.is_dir():
-        raise InvalidInput(f"{path}: cannot be written (no folder {folder})")
-    if Path(path).is_dir():
-        raise InvalidInput(f"{path}: cannot be written (it is a folder)")
-
-
-def _cost(options: argparse.Namespace) -> tuple[CostModel | None, int | None]:
+def _cost(options: argparse.Namespace, window: Window) -> tuple[CostModel | None, int | None, list[str]]:
+    """The cost model (None: default), bytes of one expert (None: unknown), and what to note about them."""
     from routepack_opt.cost import CostModel
 
-    expert_bytes = options.expert_bytes
     if options.cost is not None:
-        return CostModel.load(options.cost), expert_bytes
-    if options.model is not None:
-        from routepack_opt.model_shapes import model_shape
+        return CostModel.load(options.cost), options.expert_bytes, []
+    if options.model is None:
+        return None, options.expert_bytes, []
+    from routepack_opt.model_shapes import model_shape
 
-        if expert_bytes is None:
-            expert_bytes = model_shape(options.model).expert_madds * _BYTES_PER_PARAMETER
-        return CostModel.for_model(options.model, token_cap=options.token_cap), expert_bytes
-    return None, expert_bytes
-
-
-def _print_result(
-    options: argparse.Namespace, plan: Plan, window: Window, expert_bytes: int | None, previous: Plan | None
-) -> None:
-    from routepack_opt.models.layout import simple_averaging_bound
-    from routepack_opt.report.gains import baseline_figures, plan_figures
-
-    averaging = simple_averaging_bound(window.lengths, window.total_load, plan.topology, plan.token_cap, plan.cost)
-    figures = {
-        **baseline_figures(plan, window, None if previous is None else previous.logical_to_slot),
-        "plan": plan_figures(plan, window),
-    }
-    moved = int(plan.moved_experts.sum())
-    if options.json:
-        print_json(
-            {
-                "plan": options.output,
-                "rows": plan.rows,
-                "rows_lower_bound": plan.rows_lower_bound,
-                "rows_status": plan.rows_status,
-                "score": list(plan.score),
-                "bound": plan.bound,
-                "gap": plan.gap,
-                "averaging_bound": averaging,
-                "above_averaging": plan.score.slowest_shard / averaging - 1.0 if averaging > 0 else None,
-                "moved_experts": moved,
-                "moved_bytes": None if expert_bytes is None else moved * expert_bytes,
-                "figures": {name: value.to_json() for name, value in figures.items()},
-                "timings": plan.timings,
-                "notes": list(plan.notes),
-            }
+    shape = model_shape(options.model)
+    expert_bytes = options.expert_bytes or shape.expert_madds * _BYTES_PER_PARAMETER
+    notes = []
+    if (shape.num_moe_layers, shape.num_experts) != (window.num_layers, window.num_experts):
+        notes.append(
+            f"cost: {options.model} has {shape.num_moe_layers} MoE layers x {shape.num_experts} experts,"
+            f" the window {window.num_layers} x {window.num_experts}; attention is weighed for the model's layers"
         )
-        return
-    print(_describe(plan, window))
-    print()
-    print(table(_gain_rows(figures, averaging)))
-    print()
-    for line in _proof_lines(plan):
-        print(line)
-    total = plan.moved_experts.size * window.num_experts
-    size = "bytes unknown: give --model or --expert-bytes" if expert_bytes is None else _bytes(moved * expert_bytes)
-    print(f"moved     {moved:,} of {total:,} experts change EP rank ({100 * moved / total:.1f}%; {size})")
-    for note in plan.notes:
-        print(f"note      {note}")
-    print(f"wrote     {options.output} in {plan.timings['total_s']:.2f} s")
-
-
-def _describe(plan: Plan, window: Window) -> str:
-    topology = plan.topology
-    return (
-        f"window    {plural(window.num_samples, 'sample')}, {int(window.lengths.sum()):,} tokens,"
-        f" {plural(window.num_layers, 'MoE layer')} x {window.num_experts} experts\n"
-        f"grid      {plural(plan.rows, 'row')} x {plural(topology.dp, 'DP rank')}, {plural(topology.num_shards, 'EDP shard')}"
-        f" of {topology.ep} EP ranks, token cap {plan.token_cap:,}"
-    )
-
-
-def _gain_rows(figures: dict[str, LayoutFigures], averaging: float) -> list[list[str]]:
-    plan = figures["plan"]
-    names = list(figures)
-    base_name = names[0]
-    base = figures[base_name]
-    has_base = base is not plan
-
-    def change(new: float, old: float) -> str:
-        return f"{100 * (new / old - 1):+.2f}%" if has_base and old > 0 else ""
-
-    rows = [["", *names, f"plan vs {base_name}" if has_base else ""]]
-    rows.append(["rows", *(str(f.rows) for f in figures.values()), f"{plan.rows - base.rows:+d}" if has_base else ""])
-    parts: list[tuple[str, str]] = [
-        ("slowest shard", "slowest_shard"),
-        ("worst row", "worst_row"),
-        ("attention, all rows", "attention"),
-        ("experts, all rows", "experts"),
-        ("largest rank load", "peak"),
-    ]
-    for title, attribute in parts:
-        values = [float(getattr(f, attribute)) for f in figures.values()]
-        rows.append([title, *(f"{v:,.1f}" for v in values), change(values[-1], values[0])])
-    if averaging > 0:
-        above = [100 * (f.slowest_shard / averaging - 1) for f in figures.values()]
-        rows.append(["above averaging bound", *(f"{v:.2f}%" for v in above), ""])
-    rows.append(["EP efficiency eta", *(f"{f.eta_ep:.3f}" for f in figures.values()), ""])
-    return rows
-
-
-def _proof_lines(plan: Plan) -> list[str]:
-    kind = plan.certificates["rows"].get("kind", "")
-    if plan.rows_status == "certified":
-        rows = f"{plan.rows} is the minimum: certified by an integer certificate ({kind})"
-    elif plan.rows_status == "solver-proved":
-        rows = f"{plan.rows} is the minimum: proved by a solver ({plan.certificates['rows'].get('solver', '?')})"
-    else:
-        rows = f"{plan.rows} best known, at least {plan.rows_lower_bound} needed"
-    layers: list[dict[str, Any]] = plan.certificates["placement"]
-    gaps = [layer["reached"] / layer["bound"] - 1 for layer in layers if layer["bound"]]
-    mean = 100 * sum(gaps) / len(gaps) if gaps else 0.0
-    return [
-        f"rows      {rows}",
-        f"layout    slowest shard {plan.score.slowest_shard:,.2f}, no plan with {plural(plan.rows, 'row')} is below"
-        f" {plan.bound:,.2f}: at most {100 * plan.gap:.2f}% from the optimum",
-        f"placement window load of the fullest EP rank on average {mean:.2f}% above its lower bound",
-    ]
-
-
-def _bytes(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
+    return CostModel.for_model(options.model, token_cap=options.token_cap), expert_bytes, notes

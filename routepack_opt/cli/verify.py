@@ -10,11 +10,26 @@ from routepack_opt.cli.output import print_json
 if TYPE_CHECKING:
     import argparse
 
+DESCRIPTION = """\
+Re-derive every claim of a plan from the plan and its window alone, in exact arithmetic, with
+code that shares nothing with the planner: coverage, token cap, constraints, placement, score,
+and the certificates behind the words "certified" and "bound".
+"""
+
+EPILOG = """\
+exit codes:
+  0  every claim holds; each is printed with an 'ok'
+  1  a claim is broken; the first one is named
+  4  a file cannot be read, or is not a plan or a window
+
+docs/certificates.md lists the claims and says how each is checked."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of verify."""
+    parser.usage = "routepack verify PLAN.json WINDOW.npz [options]"
     parser.add_argument("plan", metavar="PLAN.json")
-    parser.add_argument("window", metavar="WINDOW.npz")
+    parser.add_argument("window", metavar="WINDOW.npz", help="the window the plan was made for")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     except VerificationError as error:
         if options.json:
             print_json({"verified": False, "claim": error.claim, "message": str(error)})
-        print(f"routepack verify: BROKEN {error}", file=sys.stderr)
+        print(f"routepack verify: broken claim: {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code
     if options.json:
         print_json({"verified": True, "claims": claims})
