@@ -101,6 +101,7 @@ def plan_window(
     previous: Plan | NDArray[np.int64] | None = None,
     constraints: Constraints | None = None,
     stop: threading.Event | None = None,
+    co_refine: bool = True,
 ) -> Plan:
     """Plan one optimizer step.
 
@@ -129,6 +130,8 @@ def plan_window(
         Side constraints, default none.
     stop
         An event that ends the search early; the incumbent is returned.
+    co_refine
+        Whether the layout search may move experts too; False keeps the placement of the window totals.
 
     Returns
     -------
@@ -163,7 +166,7 @@ def plan_window(
     standing_slots = _standing_slots(previous, window, topology)
     _ensure_warm()
     run = _Run(window, topology, token_cap, cost, constraints, standing_slots, int(seed), stop, notes)
-    return run.plan(budget_s if budget_steps is None else None, budget_steps)
+    return run.plan(budget_s if budget_steps is None else None, budget_steps, co_refine)
 
 
 def _positive_int(name: str, value: Any, low: int = 1) -> int:
@@ -206,7 +209,7 @@ class _Run:
         self.timer = _Timer()
         self.standing = standing_slots // topology.experts_per_rank(window.num_experts)
 
-    def plan(self, budget_s: float | None, budget_steps: int | None) -> Plan:
+    def plan(self, budget_s: float | None, budget_steps: int | None, co_refine: bool) -> Plan:
         """Run all stages."""
         from routepack_opt.models.layout_search import LayoutTask, search_layout
         from routepack_opt.models.placement import lpt, solve_placement
@@ -247,7 +250,9 @@ class _Run:
             bound=bound.value,
         )
         deadline = None if budget_s is None else timer.start + budget_s - self._reserve_s(budget_s)
-        found = search_layout(task, deadline=deadline, steps=budget_steps, seed=self.seed, stop=self.stop)
+        found = search_layout(
+            task, deadline=deadline, steps=budget_steps, seed=self.seed, stop=self.stop, refine=co_refine
+        )
         if found.note:
             self.notes.append(found.note)
         timer.lap("search_s")

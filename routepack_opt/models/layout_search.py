@@ -135,8 +135,12 @@ def search_layout(
     steps: int | None,
     seed: int,
     stop: threading.Event | None = None,
+    refine: bool = True,
 ) -> SearchResult:
-    """Best layout within a deadline (``time.perf_counter()`` value) or a number of proposals per chain."""
+    """Best layout within a deadline (``time.perf_counter()`` value) or a number of proposals per chain.
+
+    With ``refine`` False no expert is moved: the placement stays ``task.rank_of`` (or LPT, where its FFD layout wins).
+    """
     start = time.perf_counter()
     problem = task.chain_problem()
     ffd = ffd_rows(task.rows_problem)
@@ -157,14 +161,15 @@ def search_layout(
         return result
     if steps == 0 or (deadline is not None and deadline - time.perf_counter() < 1e-3):
         return result
-    if (deadline is None or deadline - time.perf_counter() > _TRY_ALL_S) and _try_all(task, problem, first, result):
+    time_to_try_all = deadline is None or deadline - time.perf_counter() > _TRY_ALL_S
+    if refine and time_to_try_all and _try_all(task, problem, first, result):
         return result
     incumbents = run_chains(
         _chains(task, problem, first, seeds, steps, seed),
         deadline=deadline,
         steps=steps,
         mean_atom_cost=max(best.total, 1e-300) / task.atoms.num_atoms,
-        refine=task.constraints.max_moved != 0.0,
+        refine=refine and task.constraints.max_moved != 0.0,
         stop=stop,
     )
     for incumbent in incumbents:
