@@ -222,7 +222,10 @@ def expert_costs(loads: NDArray[np.int64], expert_weights: NDArray[np.float64], 
     peaks = loads.max(axis=3)
     if (expert_weights == expert_weights[0]).all():  # integer sum first: exact, and the same in every order
         return np.asarray(float(expert_weights[0]) * peaks.sum(axis=2) / float(token_cap))
-    return np.asarray((peaks * expert_weights).sum(axis=2) / float(token_cap))
+    weighted = np.zeros(peaks.shape[:2])
+    for layer, weight in enumerate(expert_weights):  # layer by layer, as the compiled kernels do: equal to the last bit
+        weighted += peaks[:, :, layer] * weight
+    return weighted / float(token_cap)
 
 
 def score_of(costs: NDArray[np.float64], sync: Literal["shard", "row"]) -> Score:

@@ -1,4 +1,8 @@
-"""Final touches that never worsen the score: experts that may stay where they stand, even sample counts."""
+"""Final touches where nothing else decides: experts that may stay where they stand, even sample counts.
+
+They leave the score exactly as it was. Were they to improve it, a longer search could end worse than a shorter one
+that happened to be touched up better.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,7 @@ def keep_standing_layers(
     standing: NDArray[np.int64],
     num_ranks: int,
 ) -> NDArray[np.int64]:
-    """``rank_of`` with every layer put back to ``standing`` where no row-shard's peak rises by it.
+    """``rank_of`` with every layer put back to ``standing`` where no row-shard's peak changes by it.
 
     Layers without load, or with uniform load, then move no expert.
     """
@@ -42,7 +46,7 @@ def keep_standing_layers(
             by_rank = np.zeros((num_ranks, num_x), dtype=np.int64)
             np.add.at(by_rank, ranks, rows[:, layer, :].T)
             peaks.append(by_rank.max(axis=0))
-        if (peaks[1] <= peaks[0]).all():
+        if (peaks[1] == peaks[0]).all():
             result[layer] = standing[layer]
     return result
 
@@ -58,7 +62,7 @@ def even_sample_counts(
     *,
     max_trials: int = 64,
 ) -> NDArray[np.int64]:
-    """Move single atoms from the DP rank with most samples to the one with fewest where no row-shard costs more.
+    """Move single atoms from the DP rank with most samples to the one with fewest where every row-shard costs the same.
 
     Nothing else decides between such layouts, and frameworks like even counts.
     """
@@ -112,10 +116,10 @@ def even_sample_counts(
             trial[atom] = target
             after = attention(trial)
             shards = {int(shard_of_rank[high]), int(shard_of_rank[low])}
-            if (after[row] <= base[row]).all() and (
-                len(shards) == 1 or all((peaks(row, g, trial) <= peaks(row, g, cell_of)).all() for g in shards)
+            if (after[row] == base[row]).all() and (
+                len(shards) == 1 or all((peaks(row, g, trial) == peaks(row, g, cell_of)).all() for g in shards)
             ):
-                cell_of, base, moved = trial, after, True
+                cell_of, moved = trial, True
                 break
             if trials >= max_trials:
                 break
