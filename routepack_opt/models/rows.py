@@ -16,12 +16,14 @@ import numpy as np
 
 from routepack_opt.errors import Infeasible, dummy_samples_needed
 from routepack_opt.models.rows_layout import Sorted, arrange, group_layout, pack_bins, to_cells
-from routepack_opt.solvers import bin_packing, bounds
+from routepack_opt.solvers import bin_exchange, bin_packing, bounds, pricing
+from routepack_opt.solvers.bin_decision import decide, quick_pack
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-NUM_RANDOM_FILLS = 6  # randomised subset fillings before the exact rungs start
+NUM_RANDOM_FILLS = 3  # randomised subset fillings before the exchange rung
+EXCHANGE_WORK = 200_000  # atoms x tabu steps of the exchange rung, some 10 ms
 
 
 @dataclass(frozen=True)
@@ -151,37 +153,79 @@ class _Ladder:
 
     def climb(self) -> RowsResult:
         """Climb until the layout meets the bound or time is up."""
-        check_enough_samples(self.problem, self.lower_bound)
+        problem = self.problem
+        check_enough_samples(problem, self.lower_bound)
         rows = self.lower_bound
-        cells = self._layout(rows, num_random=0)
+        cells = self._layout(rows, self._cheap_bins(rows, num_random=0))
         if cells is None:
-            self._raise_bound(bounds.function_bound(self.lengths, self.counts, self.problem.cap))
-            check_enough_samples(self.problem, self.lower_bound)
+            self._raise_bound(bounds.function_bound(self.lengths, self.counts, problem.cap))
+            check_enough_samples(problem, self.lower_bound)
             rows = self.lower_bound
-            cells = self._layout(rows, num_random=NUM_RANDOM_FILLS)
+            cells = self._layout(rows, self._cheap_bins(rows, num_random=NUM_RANDOM_FILLS))
         while cells is None:
-            rows += self.problem.row_multiple
-            if rows * self.problem.num_ranks > self.problem.tokens.size:
+            cells = self._layout(rows, self._hard_bins(rows))
+            if cells is not None:
+                break
+            rows = max(rows + problem.row_multiple, self.lower_bound)
+            check_enough_samples(problem, self.lower_bound)
+            if rows * problem.num_ranks > problem.tokens.size:
                 raise self._no_layout(rows)
-            cells = self._layout(rows, num_random=1)
+            cells = self._layout(rows, self._cheap_bins(rows, num_random=1))
         return self._result(rows, cells)
 
-    def _layout(self, rows: int, *, num_random: int) -> NDArray[np.int64] | None:
+    def _cheap_bins(self, rows: int, *, num_random: int) -> NDArray[np.int64] | None:
+        """Bins of the sorted atoms for ``rows`` rows by heuristics with a fixed amount of work."""
+        num_cells = rows * self.problem.num_ranks
+        if self.problem.rank_groups is not None:
+            return None
+        if num_cells == self.problem.tokens.size:
+            return np.arange(num_cells, dtype=np.int64)
+        return pack_bins(self.atoms, num_cells, self.rng, num_random=num_random)
+
+    def _hard_bins(self, rows: int) -> NDArray[np.int64] | None:
+        """The rungs that ask whether ``rows`` rows are possible at all; raises the bound when they are not."""
+        atoms, regular = self.atoms, slice(self.atoms.num_alone, None)
+        goal = rows * self.problem.num_ranks - atoms.num_alone
+        if goal < 1 or self.problem.tokens.size == atoms.num_alone:
+            return None
+        if self.problem.rank_groups is None:
+            steps = int(np.clip(EXCHANGE_WORK // self.problem.tokens.size, 50, 400))
+            found = quick_pack(
+                atoms.tokens[regular],
+                atoms.samples[regular],
+                atoms.cap,
+                goal,
+                max_count=atoms.max_samples,
+                rng=self.rng,
+                steps=steps,
+            )
+            if found is not None:
+                return atoms.with_alone(found)
+        if self.time_left_s() <= 0:
+            return None
+        decision = decide(
+            atoms.tokens[regular],
+            atoms.samples[regular],
+            atoms.cap,
+            goal,
+            max_count=atoms.max_samples,
+            deadline_s=self.start_s + self.time_limit_s,
+            rng=self.rng,
+        )
+        if decision.refutation is not None:
+            self._raise_bound(decision.refutation)
+        return atoms.with_alone(decision.bin_of)
+
+    def _layout(self, rows: int, bin_of: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+        """Cells that meet every constraint from bins; None when there are no bins or they cannot be dealt."""
         problem = self.problem
         if problem.rank_groups is not None:
             groups = problem.rank_groups[self.atoms.order]
             even = problem.equal_samples_per_rank
             return group_layout(self.atoms, groups, rows, problem.num_ranks, even=even, rng=self.rng)
-        num_cells = rows * problem.num_ranks
-        if num_cells == problem.tokens.size:
-            bin_of: NDArray[np.int64] | None = np.arange(num_cells, dtype=np.int64)
-        else:
-            bin_of = pack_bins(self.atoms, num_cells, self.rng, num_random=num_random)
         if bin_of is None:
             return None
-        cells, spread = arrange(
-            self.atoms, bin_of, rows, problem.num_ranks, equal_samples=problem.equal_samples_per_rank
-        )
+        cells, spread = arrange(self.atoms, bin_of, rows, problem.num_ranks)
         return None if problem.equal_samples_per_rank and spread > 0 else cells
 
     def _no_layout(self, rows: int) -> Infeasible:
@@ -325,3 +369,5 @@ def warmup() -> None:
     """Compile every kernel the ladder uses."""
     bounds.warmup()
     bin_packing.warmup()
+    bin_exchange.warmup()
+    pricing.warmup()

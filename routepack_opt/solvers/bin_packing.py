@@ -87,6 +87,7 @@ def _fill(
     cap: int,
     max_count: int,
     max_bins: int,
+    goal: int,
     max_nodes: int,
     skip: int,
     state: Any,
@@ -112,7 +113,9 @@ def _fill(
         if first >= n:
             return b
         # Slack this bin may leave if the rest is to fit: half the average, so that later bins are not starved.
-        tolerance = max((max_bins - b) * cap - (volume - packed), 0) // (2 * (max_bins - b))
+        tolerance = 0
+        if b < goal:
+            tolerance = max((goal - b) * cap - (volume - packed), 0) // (2 * (goal - b))
         following[first] = first + 1
         depth, num_best = 0, 0
         room, room_count = cap - lengths[first], max_count - counts[first]
@@ -189,6 +192,7 @@ def fill(
     cap: int,
     *,
     max_bins: int,
+    goal: int | None = None,
     max_count: int = NO_LIMIT,
     max_nodes: int = 2000,
     skip: float = 0.0,
@@ -196,11 +200,15 @@ def fill(
 ) -> NDArray[np.int64] | None:
     """Minimum bin slack with at most ``max_nodes`` search steps a bin; items must be in decreasing length.
 
+    A bin is closed early when its slack is so small that ``goal`` bins (default ``max_bins``) are still within reach.
     ``skip`` is the chance of passing over an item (0 is the deterministic heuristic).
     """
     bin_of = np.zeros(lengths.size, dtype=np.int64)
     state = random_state(rng)
-    used = _fill(lengths, counts, cap, max_count, max_bins, max_nodes, int(skip * 2**31), state, bin_of)
+    chance = int(skip * 2**31)
+    used = _fill(
+        lengths, counts, cap, max_count, max_bins, max_bins if goal is None else goal, max_nodes, chance, state, bin_of
+    )
     return bin_of if used >= 0 else None
 
 
