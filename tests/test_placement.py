@@ -184,3 +184,18 @@ def test_makespan_optima_are_never_undercut_and_nearly_always_reached(data_dir):
                 total += 1
                 misses += result.reached[0] > opt * 1.0005
     assert misses <= 0.05 * total
+
+
+@given(layers(high=2**40))
+@settings(max_examples=100, deadline=None)
+def test_the_checker_proves_the_same_bounds(layer):
+    from routepack_opt.verify.placement import rank_load_bound
+
+    load, num_ranks = layer
+    assert placement_bounds(load, num_ranks)[0][0] == rank_load_bound(load[0].tolist(), num_ranks)
+
+
+def test_two_experts_a_rank_are_paired_optimally():
+    load = np.random.default_rng(5).integers(0, 1000, (4, 64))
+    result = solve_placement(load, 32)
+    assert (result.reached == result.bound).all()

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.models.moves import contiguous_ranks, num_moved, relabel_ranks, slots_from_ranks
+from routepack_opt.models.moves import contiguous_ranks, relabel_ranks, slots_from_ranks
 from routepack_opt.models.placement_bounds import placement_bounds
+from routepack_opt.models.placement_search import NOISE, Search, lpt_ranks
 from routepack_opt.topology import Topology
 from routepack_opt.window import integer_array
 
@@ -30,10 +31,6 @@ __all__ = [
     "solve_placement",
     "warmup",
 ]
-
-_KICKS = 200
-_LADDER = (0.002, 0.005, 0.01, 0.01, 0.01, 0.02, 0.02, 0.04, 0.08, 0.16, 0.32)
-_NOISE = 0.02
 
 
 @dataclass(frozen=True)
@@ -107,12 +104,7 @@ def lpt(load: ArrayLike, num_ranks: int) -> NDArray[np.int64]:
     rank_of
         int64 [L, E].
     """
-    from routepack_opt.solvers.local_search import lpt_instances
-
-    array = check_load(load, num_ranks)
-    rank_of = np.zeros_like(array)
-    lpt_instances(array, np.argsort(-array, axis=1, kind="stable"), num_ranks, rank_of)
-    return rank_of
+    return lpt_ranks(check_load(load, num_ranks), num_ranks)
 
 
 def solve_placement(
@@ -157,21 +149,12 @@ def solve_placement(
     budget = _move_budget(max_moved, array.shape)
     bound, kind = placement_bounds(array, num_ranks)
     standing_max = rank_loads(array, home, num_ranks).max(axis=1)
-
-    if (budget < array.shape[1] // 2).all():
-        # from-scratch placements move far more than half of the experts even after relabelling: out of the question
-        rank_of, reached = _from_standing(array, num_ranks, home, budget, bound, bound, seed)
-        stay = standing_max <= reached
-        rank_of[stay], reached[stay] = home[stay], standing_max[stay]
-        return PlacementResult(rank_of, reached, bound, kind)
-    rank_of, reached = _from_scratch(array, num_ranks, bound, seed, deadline)
-    rank_of = relabel_ranks(rank_of, home, num_ranks)
-    if standing is not None or max_moved is not None:
-        near, near_reached = _from_standing(array, num_ranks, home, budget, bound, reached, seed)
-        moved, near_moved = num_moved(rank_of, home), num_moved(near, home)
-        as_good = near_reached <= _slightly_above(reached)
-        better = (near_reached < reached) | (as_good & (near_moved < moved)) | (moved > budget)
-        rank_of[better], reached[better] = near[better], near_reached[better]
+    search = Search(array, num_ranks, bound, home, standing_max, seed, deadline)
+    if standing is None and max_moved is None:
+        rank_of, reached = search.from_scratch(np.flatnonzero(standing_max > bound))
+        rank_of = relabel_ranks(rank_of, home, num_ranks)
+    else:
+        rank_of, reached = search.from_standing(budget)
     stay = standing_max <= reached
     rank_of[stay], reached[stay] = home[stay], standing_max[stay]
     return PlacementResult(rank_of, reached, bound, kind)
@@ -197,11 +180,11 @@ def fewest_moves(
         raise InvalidInput(f"within: {within!r} is not a share of the bound, zero or more")
     bound, kind = placement_bounds(array, num_ranks)
     goal = bound + np.floor(bound * float(within)).astype(np.int64)
-    rank_of, reached = rebalance(array, home, num_ranks, goal, slack=(0.0,) * 2, noise=_NOISE, seed=seed)
+    rank_of, reached = rebalance(array, home, num_ranks, goal, slack=(0.0,) * 2, noise=NOISE, seed=seed)
     hard = np.flatnonzero(reached > goal)
     if len(hard):
         near, near_reached = rebalance(
-            array, home, num_ranks, goal, slack=(0.0,) * 8, noise=_NOISE, chosen=hard, seed=seed + 1
+            array, home, num_ranks, goal, slack=(0.0,) * 8, noise=NOISE, chosen=hard, seed=seed + 1
         )
         better = near_reached[hard] < reached[hard]
         rank_of[hard[better]], reached[hard[better]] = near[hard[better]], near_reached[hard[better]]
@@ -212,62 +195,6 @@ def fewest_moves(
         better = best.reached < reached[hard]
         rank_of[hard[better]], reached[hard[better]] = best.rank_of[better], best.reached[better]
     return PlacementResult(rank_of, reached, bound, kind)
-
-
-def _from_scratch(
-    load: NDArray[np.int64], num_ranks: int, bound: NDArray[np.int64], seed: int, deadline: float | None
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """LPT, descent, then kicks where the gap is still above 0.01%; until the deadline, wherever there is one."""
-    from routepack_opt.solvers.local_search import balance
-
-    rank_of = lpt(load, num_ranks)
-    reached = balance(load, rank_of, num_ranks, bound)
-    stop = _slightly_above(bound)
-    hard = np.flatnonzero(reached > stop)
-    for step in range(0, _KICKS, 20):
-        if not len(hard) or (deadline is not None and time.monotonic() > deadline):
-            break
-        reached[hard] = balance(load, rank_of, num_ranks, bound, stop=stop, kicks=20, chosen=hard, seed=seed + step)[
-            hard
-        ]
-        hard = hard[reached[hard] > stop[hard]]
-    step = _KICKS
-    hard = np.flatnonzero(reached > bound)
-    while deadline is not None and len(hard) and time.monotonic() < deadline:
-        reached[hard] = balance(load, rank_of, num_ranks, bound, kicks=10, chosen=hard, seed=seed + step)[hard]
-        hard = hard[reached[hard] > bound[hard]]
-        step += 1
-    return rank_of, reached
-
-
-def _from_standing(
-    load: NDArray[np.int64],
-    num_ranks: int,
-    home: NDArray[np.int64],
-    budget: NDArray[np.int64],
-    bound: NDArray[np.int64],
-    reached: NDArray[np.int64],
-    seed: int,
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Exchanges from where the experts stand: the best the budget allows, or about ``reached`` with fewer moves."""
-    from routepack_opt.solvers.local_search import balance
-    from routepack_opt.solvers.move_search import rebalance
-
-    if (budget < load.shape[1]).any():
-        return rebalance(
-            load, home, num_ranks, bound, budget=budget, slack=_LADDER, noise=_NOISE, first_only=True, seed=seed
-        )
-    goal = _slightly_above(reached)
-    near, near_reached = rebalance(load, home, num_ranks, goal, slack=(0.003,), seed=seed)
-    hard = np.flatnonzero(near_reached > goal)
-    if len(hard):
-        near_reached[hard] = balance(load, near, num_ranks, goal, chosen=hard, kicks=5, seed=seed)[hard]
-    return near, near_reached
-
-
-def _slightly_above(load: NDArray[np.int64]) -> NDArray[np.int64]:
-    """0.01% more, rounded down: closer than any real count repeats itself."""
-    return load + load // 10_000
 
 
 def _standing_ranks(standing: ArrayLike | None, shape: tuple[int, ...], num_ranks: int) -> NDArray[np.int64]:

@@ -117,7 +117,9 @@ def placement_bounds(load: NDArray[np.int64], num_ranks: int) -> tuple[NDArray[n
             pairing_bound(falling, num_ranks),
         ]
     )
-    bound: NDArray[np.int64] = candidates.max(axis=0)
+    # rank loads are multiples of the greatest common divisor of a layer's loads: round up to the next one
+    divisor = np.maximum(np.gcd.reduce(load, axis=1), 1)
+    bound: NDArray[np.int64] = -(-candidates.max(axis=0) // divisor) * divisor
     return bound, tuple(KINDS[k] for k in candidates.argmax(axis=0))
 
 

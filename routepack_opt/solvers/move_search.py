@@ -53,6 +53,8 @@ def _repair(size, item, rank_load, standing, target, budget, noise, state):  # t
             state ^= state >> np.uint64(7)
             state ^= state << np.uint64(17)
             luck = noise * np.float64(state >> np.uint64(11)) / 9007199254740992.0
+            # no exchange that leaves more than this can win, however many items it brings home
+            limit = (best - luck + 2 * MOVE_PRICE) * (target + 1)
             for i in range(capacity):
                 for j in range(capacity):
                     shift = size[full, i] - size[rank, j]
@@ -64,10 +66,13 @@ def _repair(size, item, rank_load, standing, target, budget, noise, state):  # t
                         left = target + surplus - shift
                     else:
                         left = room - shift
+                    if left >= limit:
+                        continue
                     cost = _move_cost(standing, item, full, i, rank, j)
                     value = np.float64(left) / (target + 1) + MOVE_PRICE * cost + luck
                     if value < best and moved + cost <= budget:
                         best, best_cost, other, best_i, best_j = value, cost, rank, i, j
+                        limit = (best - luck + 2 * MOVE_PRICE) * (target + 1)
         if other < 0:
             break
         _exchange(size, item, rank_load, full, best_i, other, best_j)
