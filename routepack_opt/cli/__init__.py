@@ -48,11 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = arguments[0] if arguments and arguments[0] in COMMANDS else None
     prog = "routepack" if name is None else f"routepack {name}"
     try:
-        code = _overview(arguments) if name is None else _run(name, arguments[1:])
+        try:
+            code = _overview(arguments) if name is None else _run(name, arguments[1:])
+        except SystemExit as end:  # argparse: help, version and usage errors
+            code = end.code if isinstance(end.code, int) else 2
         sys.stdout.flush()
         return code
-    except SystemExit as end:  # argparse: help, version and usage errors
-        return end.code if isinstance(end.code, int) else 2
     except KeyboardInterrupt:
         print(f"{prog}: interrupted", file=sys.stderr)
         return INTERRUPTED
