@@ -169,9 +169,15 @@ class _Ladder:
             rows = max(rows + problem.row_multiple, self.lower_bound)
             check_enough_samples(problem, self.lower_bound)
             if rows * problem.num_ranks > problem.tokens.size:
-                raise self._no_layout(rows)
+                break
             cells = self._layout(rows, self._cheap_bins(rows, num_random=1))
-        return self._result(rows, cells)
+        if cells is None or rows > self.lower_bound:
+            ffd = ffd_rows(problem)  # now and then plain FFD has the luck that cleverer packings lack
+            if ffd is not None and (cells is None or len(ffd) < rows * problem.num_ranks):
+                return self._result(len(ffd) // problem.num_ranks, ffd)
+        if cells is None:
+            raise self._no_layout(rows)
+        return self._result(rows, to_cells(self.atoms, cells, rows * problem.num_ranks))
 
     def _cheap_bins(self, rows: int, *, num_random: int) -> NDArray[np.int64] | None:
         """Bins of the sorted atoms for ``rows`` rows by heuristics with a fixed amount of work."""
@@ -245,7 +251,7 @@ class _Ladder:
     def _rung(self) -> str:
         return {"dual": "column-generation"}.get(self.best.kind, self.best.kind)
 
-    def _result(self, rows: int, cells: NDArray[np.int64]) -> RowsResult:
+    def _result(self, rows: int, cells: list[list[int]]) -> RowsResult:
         closed = rows == self.lower_bound
         return RowsResult(
             rows,
@@ -253,7 +259,7 @@ class _Ladder:
             "certified" if closed else "best-known",
             self._rung() if closed else "",
             self.best.to_json(self.atoms.num_alone),
-            to_cells(self.atoms, cells, rows * self.problem.num_ranks),
+            cells,
         )
 
 
