@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _LANES = 8  # int32 lanes the layer axis is padded to
 _INT32_LIMIT = 2**30
+DEFAULT_MOVES = sample_moves.Moves(relocate=0.15, swap_cells=0.0, guided=0.0)
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class Chain:
             problem.pinned.astype(np.uint8),
             order.astype(np.int64),
             position,
+            self._atom_floors(),
         )
         shard_of_rank = np.empty(problem.num_ranks, dtype=np.int64)
         cells = np.full((num_x, max(map(len, problem.shards))), -1, dtype=np.int64)
@@ -155,8 +157,33 @@ class Chain:
             shard_sums=np.zeros(num_shards),
             summary=np.zeros(2),
         )
-        self._peaks = (np.zeros(padded_layers, dtype=np.int32), np.zeros(padded_layers, dtype=np.int32))
+        self._scratch = sample_moves.Scratch(
+            peaks_x=np.zeros(padded_layers, dtype=np.int32),
+            peaks_y=np.zeros(padded_layers, dtype=np.int32),
+            delta=np.zeros((problem.num_expert_ranks, padded_layers), dtype=np.int32),
+            stage_a=np.zeros(alpha.shape[0]),
+            stage_b=np.zeros(alpha.shape[0]),
+            after=np.zeros(4),
+        )
+        self._swap_scratch = rank_swaps.SwapScratch(
+            vectors=np.zeros((num_experts, num_x), dtype=np.int32),
+            sums=np.zeros((problem.num_expert_ranks, num_x), dtype=np.int32),
+            peak=np.zeros(num_x, dtype=np.int32),
+            new_peak=np.zeros(num_x, dtype=np.int32),
+            weight=np.zeros(num_x),
+        )
+        self._cells_may_move = not problem.equal_samples and not problem.pinned.any()
         self.rebuild()
+
+    def _atom_floors(self) -> NDArray[np.float64]:
+        """float64 [n], (1 / (C P)) sum_l gamma_l sum_e demand; never above the true value on shifted loads."""
+        problem = self.problem
+        floors = np.empty(problem.demand.shape[0])
+        scale = float(2**self.shift) / (problem.cap * problem.num_expert_ranks)
+        for start in range(0, floors.size, 256):  # slices bound the temporary
+            part = problem.demand[start : start + 256] >> self.shift
+            floors[start : start + 256] = part.sum(axis=2, dtype=np.int64) @ problem.gamma * scale
+        return floors * (1.0 - 1e-12)
 
     @property
     def energy(self) -> float:
@@ -180,24 +207,20 @@ class Chain:
 
     def recompute(self) -> None:
         """Recompute the state from the cells of the atoms."""
-        sample_moves.recompute(self.atoms, self.grid, self.costs, self.loads, self.state, self._peaks[0])
+        sample_moves.recompute(self.atoms, self.grid, self.costs, self.loads, self.state, self._scratch)
 
-    def anneal(self, temperature: float, num_steps: int, relocate_share: float = 0.15) -> int:
+    def anneal(self, temperature: float, num_steps: int, moves: sample_moves.Moves | None = None) -> int:
         """Metropolis moves of atoms; returns how many proposals were scored."""
-        return int(
-            sample_moves.anneal(
-                self.atoms,
-                self.grid,
-                self.costs,
-                self.loads,
-                self.state,
-                float(temperature),
-                int(num_steps),
-                float(relocate_share),
-                self.rng,
-                *self._peaks,
-            )
-        )
+        moves = DEFAULT_MOVES if moves is None else moves
+        state = (self.atoms, self.grid, self.costs, self.loads, self.state, self._scratch)
+        scored = 0
+        if moves.swap_cells > 0.0 and self._cells_may_move:
+            from routepack_opt.solvers.annealing.cell_moves import anneal_cells  # compiled only where it is used
+
+            share = round(num_steps * moves.swap_cells)
+            num_steps -= share
+            scored += int(anneal_cells(*state, float(temperature), share, self.rng))
+        return scored + int(sample_moves.anneal(*state, moves, float(temperature), int(num_steps), self.rng))
 
     def refine(self, temperature: float, steps_per_layer: int) -> int:
         """Metropolis swaps of experts against the standing rows; returns how many were accepted."""
@@ -219,6 +242,7 @@ class Chain:
                 int(steps_per_layer),
                 self.problem.home,
                 self.problem.move_budget,
+                self._swap_scratch,
                 self.rng,
             )
         )

@@ -9,10 +9,11 @@ Everything here is monotone in J, so lower bounds on J give lower bounds on the 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from routepack_opt.solvers.annealing.kernel import kernel
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def full_energy(costs, num_shards, sync_row, spread, shard_sums):
     """Energy of costs [R*G] (row-major); fills shard_sums [G] with sum_r J."""
     num_rows = costs.shape[0] // num_shards
@@ -35,7 +36,7 @@ def full_energy(costs, num_shards, sync_row, spread, shard_sums):
     return (1.0 - spread) * slowest + spread * total / num_shards
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def energy_change(costs, num_shards, sync_row, spread, shard_sums, x, new_x, y, new_y):
     """Energy change when J[x] and J[y] become new_x and new_y (x may equal y: then new_y is ignored)."""
     dx = new_x - costs[x]
@@ -65,7 +66,7 @@ def energy_change(costs, num_shards, sync_row, spread, shard_sums, x, new_x, y, 
     return (1.0 - spread) * change + mean_change
 
 
-@njit(cache=True, nogil=True, inline="always")
+@kernel
 def _row_peak_change(costs, num_shards, row, x, new_x, y, new_y):
     old = 0.0
     new = 0.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
+
+from routepack_opt.solvers.annealing.kernel import kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,7 +22,7 @@ def new_state(seed: int, stream: int) -> NDArray[np.uint64]:
     return np.random.SeedSequence([seed % 2**63, stream]).generate_state(1, np.uint64).astype(np.uint64)
 
 
-@njit(inline="always")
+@kernel
 def next_u64(state):
     """SplitMix64 (Steele, Lea, Flood 2014)."""
     z = state[0] + _GAMMA
@@ -31,13 +32,13 @@ def next_u64(state):
     return z ^ (z >> _S31)
 
 
-@njit(inline="always")
+@kernel
 def below(state, n):
     """Uniform integer in [0, n), n < 2**31."""
     return np.int64(((next_u64(state) >> _S32) * np.uint64(n)) >> _S32)
 
 
-@njit(inline="always")
+@kernel
 def uniform(state):
     """Uniform float64 in (0, 1]."""
     return (np.float64(next_u64(state) >> _S11) + 1.0) * (1.0 / 9007199254740992.0)

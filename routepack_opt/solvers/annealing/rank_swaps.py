@@ -7,14 +7,25 @@ loaded rank of every row-shard, and each layer can be improved by itself. Vector
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from routepack_opt.solvers.annealing.kernel import kernel
 from routepack_opt.solvers.annealing.random import below, uniform
 
 
-@njit(cache=True, nogil=True)
+class SwapScratch(NamedTuple):
+    """Work space of one layer, allocated once; X row-shards, P ranks."""
+
+    vectors: np.ndarray  # int32 [E, X]
+    sums: np.ndarray  # int32 [P, X]
+    peak: np.ndarray  # int32 [X]
+    new_peak: np.ndarray  # int32 [X]
+    weight: np.ndarray  # float64 [X]
+
+
+@kernel
 def build_loads(demand, rank_of, out, shift):
     """out [n, P, Lp] = per-rank loads of each atom; demand [n, L, E], rank_of [L, E]; counts are shifted right."""
     n, num_layers, num_experts = demand.shape
@@ -25,7 +36,7 @@ def build_loads(demand, rank_of, out, shift):
                 out[i, rank_of[layer, e], layer] += demand[i, layer, e] >> shift
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def build_expert_rows(demand, cell_of, shard_row, out, shift):
     """out [X, L, E] = demand of every row-shard."""
     n, num_layers, num_experts = demand.shape
@@ -37,7 +48,7 @@ def build_expert_rows(demand, cell_of, shard_row, out, shift):
                 out[x, layer, e] += demand[i, layer, e] >> shift
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def swap_experts(
     expert_rows,
     rank_of,
@@ -52,6 +63,7 @@ def swap_experts(
     steps_per_layer,
     home,
     move_budget,
+    scratch,
     rng,
 ):
     """Metropolis swaps of two experts of one layer on different ranks; rows stand still.
@@ -75,11 +87,11 @@ def swap_experts(
     """
     num_x, num_layers, num_experts = expert_rows.shape
     num_ranks = loads.shape[1]
-    vectors = np.empty((num_experts, num_x), np.int32)
-    sums = np.empty((num_ranks, num_x), np.int32)
-    peak = np.empty(num_x, np.int32)
-    new_peak = np.empty(num_x, np.int32)
-    weight = np.empty(num_x)
+    vectors = scratch.vectors
+    sums = scratch.sums
+    peak = scratch.peak
+    new_peak = scratch.new_peak
+    weight = scratch.weight
     accepted = 0
     for layer in range(num_layers):
         gain = costs.gamma[layer] / costs.cap
@@ -144,7 +156,7 @@ def swap_experts(
     return accepted
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def _energy_weights(row_costs, num_shards, sync_row, spread, shard_sums, weight):
     num_x = row_costs.shape[0]
     share = spread / num_shards

@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from routepack_opt.solvers.annealing.chain import DEFAULT_MOVES
+
 if TYPE_CHECKING:
     import threading
     from collections.abc import Sequence
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
     from routepack_opt.cost import Score
     from routepack_opt.solvers.annealing.chain import Chain
+    from routepack_opt.solvers.annealing.sample_moves import Moves
 
 _FIRST_SEGMENT = 4_000  # proposals of the first segment in step mode; each later one is twice as long
 _CHUNK_S = 2e-3  # seconds between two looks at the clock
@@ -35,8 +38,8 @@ class Schedule:
         Share of the time given to expert swaps (co-refinement).
     refine_depth
         Swap proposals per expert and layer in one refinement.
-    relocate_share
-        Probability that a proposal relocates an atom instead of swapping two.
+    moves
+        Shares of the kinds of proposals.
     """
 
     hot: float = 1e-2
@@ -44,7 +47,7 @@ class Schedule:
     reheat: float = 3e-3
     refine_share: float = 0.35
     refine_depth: int = 32
-    relocate_share: float = 0.15
+    moves: Moves = DEFAULT_MOVES
 
 
 @dataclass
@@ -148,7 +151,7 @@ def _run_clock(
             refine_s += spent
             longest_refine_s = max(spent, 0.5 * longest_refine_s)
         else:
-            best.num_scored += chain.anneal(temperature, chunk, schedule.relocate_share)
+            best.num_scored += chain.anneal(temperature, chunk, schedule.moves)
             spent = time.perf_counter() - now
             anneal_s += spent
             if spent > 2 * _CHUNK_S and chunk > 50:
@@ -176,7 +179,7 @@ def _run_steps(chain: Chain, steps: int, unit: float, schedule: Schedule, stop: 
             if done + piece > steps or (stop is not None and stop.is_set()):
                 return best
             temperature = unit * hot * (schedule.cold / hot) ** (position / length)
-            best.num_scored += chain.anneal(temperature, piece, schedule.relocate_share)
+            best.num_scored += chain.anneal(temperature, piece, schedule.moves)
             done += piece
             since_refine += piece
             if share and since_refine >= period:
