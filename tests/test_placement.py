@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from routepack_opt.errors import InvalidInput, TopologyError
 from routepack_opt.models import placement_bounds as bounds
 from routepack_opt.models.moves import contiguous_ranks, num_moved
-from routepack_opt.models.placement import fewest_moves, lpt, placement_bounds, rank_loads, solve_placement
+from routepack_opt.models.placement import (
+    fewest_moves,
+    lpt,
+    placement_bounds,
+    placement_summary,
+    rank_loads,
+    solve_placement,
+)
 
 
 def brute_force(load: np.ndarray, num_ranks: int) -> int:
@@ -199,3 +206,14 @@ def test_two_experts_a_rank_are_paired_optimally():
     load = np.random.default_rng(5).integers(0, 1000, (4, 64))
     result = solve_placement(load, 32)
     assert (result.reached == result.bound).all()
+
+
+def test_summary_averages_loaded_layers_only():
+    load = np.array([[0, 0, 0, 0], [6, 2, 2, 2]])
+    result = solve_placement(load, 2)
+    moved = num_moved(result.rank_of, contiguous_ranks(2, 4, 2))
+    summary = placement_summary(load, 2, result.reached, result.bound, result.kind, moved)
+    assert summary["max_over_mean"] == summary["bound_over_mean"] == 8 / 6
+    assert summary["gap"] == summary["moved"] == 0
+    assert summary["layers"][0]["max_over_mean"] == 1.0
+    assert summary["layers"][1]["kind"] == "largest"

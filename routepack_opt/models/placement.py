@@ -25,6 +25,7 @@ __all__ = [
     "fewest_moves",
     "lpt",
     "placement_bounds",
+    "placement_summary",
     "rank_loads",
     "relabel_ranks",
     "slots_from_ranks",
@@ -195,6 +196,52 @@ def fewest_moves(
         better = best.reached < reached[hard]
         rank_of[hard[better]], reached[hard[better]] = best.rank_of[better], best.reached[better]
     return PlacementResult(rank_of, reached, bound, kind)
+
+
+def placement_summary(
+    load: NDArray[np.int64],
+    num_ranks: int,
+    reached: NDArray[Any],
+    bound: NDArray[Any],
+    kind: tuple[str, ...],
+    moved: NDArray[np.int64],
+) -> dict[str, Any]:
+    """What ``place --json`` reports: means over the layers that carry load, then one entry a layer.
+
+    Parameters
+    ----------
+    reached, bound
+        [L], largest rank load and its lower bound, whole or fractional (replicas share).
+    moved
+        int64 [L], experts or slots that change rank.
+    """
+    mean = load.sum(axis=1) / num_ranks
+    loaded = mean > 0
+    scale = np.where(loaded, mean, 1.0)
+    gap = (reached - bound) / np.where(bound > 0, bound, 1)
+
+    def average(values: NDArray[Any]) -> float:
+        return float(values[loaded].mean()) if loaded.any() else 1.0
+
+    layers = [
+        {
+            "layer": layer,
+            "reached": reached[layer].item(),
+            "bound": bound[layer].item(),
+            "kind": kind[layer],
+            "max_over_mean": float(reached[layer] / scale[layer]) if loaded[layer] else 1.0,
+            "gap": float(gap[layer]),
+            "moved": int(moved[layer]),
+        }
+        for layer in range(len(load))
+    ]
+    return {
+        "max_over_mean": average(reached / scale),
+        "bound_over_mean": average(bound / scale),
+        "gap": float(gap[loaded].mean()) if loaded.any() else 0.0,
+        "moved": float(moved.sum() / load.size),
+        "layers": layers,
+    }
 
 
 def _standing_ranks(standing: ArrayLike | None, shape: tuple[int, ...], num_ranks: int) -> NDArray[np.int64]:
