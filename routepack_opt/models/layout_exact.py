@@ -138,7 +138,7 @@ class ExactLayoutProblem:
         if self.rank_groups is None:
             return True
         pairs = np.unique(np.stack((self.rank_groups, cell_of % self.num_ranks)), axis=1)
-        return pairs.shape[1] == np.unique(self.rank_groups).size
+        return int(pairs.shape[1]) == np.unique(self.rank_groups).size
 
 
 @dataclass(frozen=True)

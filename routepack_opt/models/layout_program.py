@@ -6,6 +6,7 @@ the program, divided by the scale, is one of the layout problem.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
@@ -65,7 +66,7 @@ def integer_costs(problem: ExactLayoutProblem) -> IntegerCosts:
     most += sum((g * total for g, total in zip(gamma, totals, strict=True)), Fraction(0))
     scale = Fraction(_UNITS) / least if least else Fraction(1)
     if gamma and gamma[0] and len(set(gamma)) == 1:
-        scale = max(1, round(scale * gamma[0])) / gamma[0]
+        scale = Fraction(max(1, round(scale * gamma[0]))) / gamma[0]
     while True:
         scaled_gamma = [scale * g for g in gamma]
         rounded = [[int(scale * a) for a in row] for row in attention]
@@ -131,6 +132,7 @@ class LayoutProgram:
     """
 
     def __init__(self, problem: ExactLayoutProblem) -> None:
+        """Build variables, rows and objective."""
         self.problem = problem
         self.costs = integer_costs(problem)
         self.order = np.argsort(-problem.tokens, kind="stable")
@@ -173,7 +175,7 @@ class LayoutProgram:
     def _ordered(self) -> None:
         """An atom opens a set only when a smaller one is in the set before (value precedence)."""
         for chain in exchangeable(self.problem):
-            for before, here in zip(chain, chain[1:], strict=False):
+            for before, here in itertools.pairwise(chain):
                 for i in range(self.problem.num_atoms):
                     earlier = self.x[:i, before].ravel()
                     mine = self.x[i, here]

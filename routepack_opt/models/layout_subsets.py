@@ -67,13 +67,13 @@ class _Tables:
     def _row_shard(self, size: int) -> NDArray[np.float64]:
         """J of every set as one row-shard of ``size`` cells."""
         if size == 1:
-            return self.cell + self.experts
+            return np.asarray(self.cell + self.experts)
         if len(self.stages) > 1:
-            return pair_stages(self.stages, self.allowed) + self.experts
+            return np.asarray(pair_stages(self.stages, self.allowed) + self.experts)
         tables = self.attention.setdefault(size, [self.cell])
         while len(tables) < size:
             tables.append(convolve(tables[-1], self.cell, largest=True, alike=True))
-        return tables[-1] + self.experts
+        return np.asarray(tables[-1] + self.experts)
 
     def layout(self) -> NDArray[np.int64] | None:
         """Combine row-shards, then read the layout back."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable
 
     from numpy.typing import NDArray
 
@@ -44,8 +44,8 @@ class IntegerProgram:
 
     def add_row(
         self,
-        variables: Sequence[int],
-        weights: Sequence[int] | None = None,
+        variables: Iterable[int],
+        weights: Iterable[int] | None = None,
         *,
         low: int = -LARGEST,
         high: int = LARGEST,
