@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from routepack_opt.cost import Score, score_of
+from routepack_opt.cost import Score, expert_costs, score_of
 from routepack_opt.solvers.annealing import rank_swaps, sample_moves
 from routepack_opt.solvers.annealing.random import new_state
 
@@ -67,15 +67,18 @@ class ChainProblem:
 
     @property
     def shift(self) -> int:
-        """Right shift that keeps per-layer totals in int32; 0 but for windows of over 2^30 assignments a layer.
+        """Right shift that keeps the loads of a row-shard in int32; 0 for every real window.
 
-        The chain then searches on rounded loads; its result is scored exactly afterwards like any other.
+        Otherwise the chain moves on rounded loads, and :meth:`Chain.score` counts afresh.
         """
         bound = int(self.demand.max(initial=0)) * self.demand.shape[2]  # cheap upper bound a sample, then exact
         if bound * self.demand.shape[0] < _INT32_LIMIT:
             return 0
-        total = int(self.demand.sum(axis=(0, 2), dtype=np.int64).max())
-        return max(0, total.bit_length() - 30)
+        totals = self.demand.sum(axis=2, dtype=np.int64).max(axis=1)
+        per_token = float((totals / self.padded).max())
+        most_tokens = max(map(len, self.shards)) * max(self.cap, int(self.padded.max()))
+        most = min(int(totals.sum()), int(per_token * most_tokens * 1.001) + 1)
+        return max(0, most.bit_length() - 30)
 
 
 class Chain:
@@ -192,8 +195,21 @@ class Chain:
 
     def score(self) -> Score:
         """Exact score of the current state (row-shard costs are recomputed from integers at every accepted move)."""
-        costs = self.state.costs.reshape(self.problem.num_rows, self.grid.num_shards)
-        return score_of(costs, self.problem.sync)
+        costs = self.state.costs if self.shift == 0 else self.state.attention + self._exact_experts()
+        return score_of(costs.reshape(self.problem.num_rows, self.grid.num_shards), self.problem.sync)
+
+    def _exact_experts(self) -> NDArray[np.float64]:
+        """float64 [R*G], expert costs from the demand itself, for chains on shifted loads."""
+        problem = self.problem
+        num_layers = problem.demand.shape[1]
+        shard_row = self.grid.shard_row[self.state.cell_of]
+        peaks = np.empty((self.state.costs.size, num_layers), dtype=np.int64)
+        for x in range(peaks.shape[0]):
+            together = problem.demand[shard_row == x].sum(axis=0, dtype=np.int64)
+            loads = np.zeros((num_layers, problem.num_expert_ranks), dtype=np.int64)
+            np.add.at(loads, (np.arange(num_layers)[:, None], self.rank_of), together)
+            peaks[x] = loads.max(axis=1)
+        return expert_costs(peaks[:, None, :, None], problem.gamma, problem.cap)[:, 0]
 
     def set_spread(self, spread: float) -> None:
         """Change how much of the energy is the mean over shards, see :mod:`.energy`."""
