@@ -15,18 +15,13 @@ from routepack_opt.constraints import Constraints
 from routepack_opt.cost import CostModel, score
 from routepack_opt.errors import InvalidInput
 from routepack_opt.models.atoms import AtomSet, build_atoms
-from routepack_opt.models.layout import (
-    averaging_bound,
-    canonical_ranks,
-    cells_from_assignment,
-    shard_row_of_cell,
-)
+from routepack_opt.models.layout import canonical_ranks, cells_from_assignment, shard_row_of_cell
 from routepack_opt.plan import Plan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routepack_opt.models.layout import LayoutBound
+    from routepack_opt.models.layout_bounds import LayoutBound
     from routepack_opt.models.layout_search import LayoutTask, SearchResult
     from routepack_opt.models.placement import PlacementResult
     from routepack_opt.models.rows import RowsProblem, RowsResult
@@ -36,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _COMPILE_NOTICE_S = 1.5
+_THOROUGH_BOUND_S = 0.2  # budgets from which linear programs of a few milliseconds may tighten the bound
 
 
 @dataclass
@@ -61,7 +57,7 @@ def warmup() -> float:
 
     ``plan_window`` calls it before its clock starts, so calling it is only needed to choose the moment.
     """
-    from routepack_opt.models import placement, rows
+    from routepack_opt.models import layout_bounds, placement, rows
     from routepack_opt.solvers.annealing import chain
 
     start = time.perf_counter()
@@ -73,6 +69,7 @@ def warmup() -> float:
     try:
         rows.warmup()
         placement.warmup()
+        layout_bounds.warmup()
         chain.warmup()
     finally:
         notice.cancel()
@@ -211,6 +208,7 @@ class _Run:
 
     def plan(self, budget_s: float | None, budget_steps: int | None, co_refine: bool) -> Plan:
         """Run all stages."""
+        from routepack_opt.models.layout_bounds import layout_bound
         from routepack_opt.models.layout_search import LayoutTask, search_layout
         from routepack_opt.models.placement import lpt, solve_placement
         from routepack_opt.models.rows import solve_rows
@@ -235,7 +233,17 @@ class _Run:
         )
         lpt_ranks = lpt(load, self.topology.ep)
         timer.lap("placement_s")
-        bound = averaging_bound(self.window.lengths, placement.bound, self.topology, self.token_cap, self.cost)
+        bound = layout_bound(
+            atoms,
+            rows.rows,
+            placement.bound,
+            self.topology,
+            self.token_cap,
+            self.cost,
+            self.constraints,
+            thorough=budget_s is None or budget_s >= _THOROUGH_BOUND_S,
+        )
+        timer.lap("bound_s")
         task = LayoutTask(
             window=self.window,
             topology=self.topology,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+from routepack_opt.models.layout_bounds import LayoutBound as LayoutBound  # until compare/ names the new home
+from routepack_opt.models.layout_bounds import averaging_bound as averaging_bound
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -15,66 +17,6 @@ if TYPE_CHECKING:
     from routepack_opt.topology import Topology
 
 Cells = tuple[tuple[tuple[int, ...], ...], ...]
-
-
-@dataclass(frozen=True)
-class LayoutBound:
-    """A lower bound on the slowest shard, valid for every placement and every layout.
-
-    ``attention`` and ``experts`` are its two terms, in score units; ``weighting`` is how shards were averaged.
-    """
-
-    value: float
-    attention: float
-    experts: float
-    weighting: str
-
-    def to_json(self) -> dict[str, Any]:
-        """The ``certificates.layout`` object."""
-        return {
-            "kind": "averaging",
-            "weighting": self.weighting,
-            "attention": self.attention,
-            "experts": self.experts,
-            "value": self.value,
-        }
-
-
-def averaging_bound(
-    lengths: NDArray[np.int64],
-    rank_load_bounds: NDArray[np.int64],
-    topology: Topology,
-    token_cap: int,
-    cost: CostModel,
-) -> LayoutBound:
-    """max_g U_g is at least any convex combination of the U_g.
-
-    The slowest cell of a row-shard is at least the mean of its cells, so ``m_g * sum_r A[r, g]`` is at least the
-    attention work placed on shard g; and ``sum_{r,g} max_p W >= max_p G >= rank_load_bounds``. Weights 1/G give
-    attention / (G max m) and experts / G; weights m_g / D give attention / D and experts * min m_g / D. Equal shards
-    make both the same. With ``sync="row"`` the score is at least max_g U_g, so the bound holds there too.
-
-    Parameters
-    ----------
-    lengths
-        int64 [N], true lengths.
-    rank_load_bounds
-        int64 [L], lower bound of each layer on max_p of the window's rank load, for every placement.
-    """
-    cap = float(token_cap)
-    tokens = float(lengths.sum()) / cap
-    squares = float((lengths * lengths).sum()) / cap**2
-    attention = sum(stage.alpha * tokens + stage.beta * squares for stage in cost.stages)
-    weights = cost.expert_weights(rank_load_bounds.shape[0])
-    experts = float((weights * rank_load_bounds).sum()) / cap
-    sizes = [len(ranks) for ranks in topology.shards]
-    candidates = [
-        ("equal", attention / (len(sizes) * max(sizes)), experts / len(sizes)),
-        ("by-size", attention / sum(sizes), experts * min(sizes) / sum(sizes)),
-    ]
-    name, attention, experts = max(candidates, key=lambda c: c[1] + c[2])
-    # one part in 10^12 covers the rounding of these sums
-    return LayoutBound((attention + experts) * (1.0 - 1e-12), attention, experts, name)
 
 
 def simple_averaging_bound(

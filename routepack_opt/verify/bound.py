@@ -12,6 +12,9 @@ the fullest rank of layer l (:func:`routepack_opt.verify.placement.rank_load_bou
    both minima tight: ``c_g = x max(m_g, m_k)`` for some shard size m_k, with x = 1 / sum_g max(m_g, m_k). So
    ``bound = max_k (X + Y m_k) / sum_g max(m_g, m_k)``. With equal shards of m it is ``(X / m + Y) / G``.
 4. When all shards meet every row, ``sum_r max_g J >= max_g U_g``: the same bound holds.
+
+Truncation. A stage may be bounded by more than its average, see :mod:`routepack_opt.verify.truncation`: then its
+share of X is the sum of its prices, and what long samples cost their row-shards beyond the level joins Y in step 3.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from routepack_opt.errors import VerificationError
 from routepack_opt.verify.facts import is_number
 from routepack_opt.verify.placement import layer_bounds
 from routepack_opt.verify.scoring import TOLERANCE, nearly, show
+from routepack_opt.verify.truncation import StageProof, check_stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -43,20 +47,50 @@ class Proved:
 def averaging(facts: Facts, certificate: dict[str, Any]) -> Proved:
     """The averaging bound of the module docstring; the certificate needs no further fields."""
     del certificate
+    return _weighed(facts, [StageProof(work, Fraction()) for work in _stage_work(facts)])
+
+
+def truncated(facts: Facts, certificate: dict[str, Any]) -> Proved:
+    """Averaging, with every stage listed in ``stages`` bounded by :mod:`routepack_opt.verify.truncation`."""
+    stages = [StageProof(work, Fraction()) for work in _stage_work(facts)]
+    entries = certificate.get("stages")
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise VerificationError("certificates.layout", "'stages' is not a list of objects")
+    seen: set[int] = set()
+    for entry in entries:
+        stage, proof = check_stage(facts, entry)
+        if stage in seen:
+            raise VerificationError("certificates.layout", f"stage {stage} is listed twice")
+        seen.add(stage)
+        stages[stage] = proof
+    return _weighed(facts, stages)
+
+
+def _stage_work(facts: Facts) -> list[Fraction]:
     tokens, squares = sum(facts.lengths), sum(t * t for t in facts.lengths)
-    work = sum((a * tokens / facts.cap + b * squares / facts.cap**2 for a, b in facts.stages), Fraction())
+    return [a * tokens / facts.cap + b * squares / facts.cap**2 for a, b in facts.stages]
+
+
+def _weighed(facts: Facts, stages: list[StageProof]) -> Proved:
+    """Step 3 of the module docstring: the best weights for ``work`` X and for what row-shards pay, Y and ``excess``."""
+    work = sum((stage.work for stage in stages), Fraction())
+    excess = sum((stage.excess for stage in stages), Fraction())
     experts = sum(
         (gamma * bound for gamma, bound in zip(facts.expert_weights, layer_bounds(facts), strict=True)),
         Fraction(),
     )
     experts /= facts.cap
     sizes = [len(ranks) for ranks in facts.shards]
-    value = max((work + experts * m) / sum(max(m, other) for other in sizes) for m in set(sizes))
-    return Proved(value, work / facts.dp, experts / len(sizes))
+    sums = {m: sum(max(m, other) for other in sizes) for m in set(sizes)}
+    return Proved(
+        max((work + (excess + experts) * m) / total for m, total in sums.items()),
+        max((work + excess * m) / total for m, total in sums.items()),
+        experts / len(sizes),
+    )
 
 
 # A new kind of bound is one function here: it re-derives what the certificate says and returns what is proved.
-KINDS: dict[str, Callable[[Facts, dict[str, Any]], Proved]] = {"averaging": averaging}
+KINDS: dict[str, Callable[[Facts, dict[str, Any]], Proved]] = {"averaging": averaging, "truncation": truncated}
 
 
 def check_bound(plan: dict[str, Any], facts: Facts) -> list[str]:

@@ -41,6 +41,8 @@ class Facts:
 
     Attributes
     ----------
+    num_rows
+        R the plan claims; :func:`routepack_opt.verify.layout.check_layout` holds it against the cells.
     lengths, padded
         Tokens of each sample, true and rounded up to ``pad_multiple``.
     demand
@@ -55,6 +57,7 @@ class Facts:
         gamma of each layer.
     """
 
+    num_rows: int
     dp: int
     ep: int
     shards: list[list[int]]
@@ -104,6 +107,7 @@ def read_facts(plan: dict[str, Any], window: Window) -> tuple[Facts, list[str]]:
     lengths = [int(t) for t in window.lengths]
     pad = rules.pad_multiple
     facts = Facts(
+        num_rows=plan["rows"],
         dp=plan["topology"]["dp"],
         ep=plan["topology"]["ep"],
         shards=shards,
