@@ -103,10 +103,10 @@ def risk_instances(weight, rank_of, chosen, num_sigmas, kicks, seed, num_ranks, 
                 for t in range(num_windows):
                     total[where, t] += w[e, t]
             if attempt > 0:
-                a = 0
+                a = np.int64(0)
                 for rank in range(1, num_ranks):
                     if risk[rank] > risk[a]:
-                        a = rank
+                        a = np.int64(rank)
                 for _ in range(2):
                     state ^= state << np.uint64(13)
                     state ^= state >> np.uint64(7)
