@@ -114,10 +114,8 @@ def draw_block(
 
 
 def _pick(uniform: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
-    """Integer in [0, count) from a uniform number in [0, 1)."""
-    return torch.minimum((uniform * count).to(torch.int64), torch.as_tensor(count) - 1) if isinstance(
-        count, torch.Tensor
-    ) else (uniform * count).to(torch.int64).clamp_(max=count - 1)
+    """Integer in [0, count) from a uniform number in [0, 1); the product may round up to count."""
+    return (uniform * count).to(torch.int64).clamp(max=count - 1)
 
 
 def _rows_in_order(sizes: Sizes, state: State) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,9 +141,7 @@ class _Scored(NamedTuple):
     costs_z_MST: torch.Tensor
 
 
-def run_round(
-    sizes: Sizes, tables: Tables, state: State, atom_loads: torch.Tensor, draws: Draws, index: int
-) -> None:
+def run_round(sizes: Sizes, tables: Tables, state: State, atom_loads: torch.Tensor, draws: Draws, index: int) -> None:
     """Score and accept round ``index`` of a block."""
     draw = Draws(*(tensor[index] for tensor in draws))
     scored = _score(sizes, tables, state, atom_loads, draw)
@@ -226,8 +222,9 @@ def _experts(
     loads_x = state.loads_MXW.index_select(0, draw.x_QMS.reshape(-1))
     loads_z = state.loads_MXW.index_select(0, draw.z_QMS.reshape(-1))
     # on a CPU one try at a time keeps the vectors in cache; a GPU wants them all at once
-    step = 1 if a_cpu(i) else sizes.tries
-    parts_x, parts_z = [], []
+    step = 1 if i.device.type == "cpu" else sizes.tries
+    parts_x: list[torch.Tensor] = []
+    parts_z: list[torch.Tensor] = []
     for start in range(0, sizes.tries, step):
         pick = slice(start, start + step)
         delta = atom_loads.index_select(0, j[..., pick].reshape(-1))
@@ -238,11 +235,6 @@ def _experts(
             peaks = new.view(-1, sizes.ranks, sizes.layers).amax(1)
             parts.append(expert_costs(tables, peaks).view(sizes.members, sizes.slots, step))
     return torch.cat(parts_x, -1), torch.cat(parts_z, -1)
-
-
-def a_cpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies on the CPU."""
-    return bool(tensor.device.type == "cpu")
 
 
 def _first(tables: Tables, accept: torch.Tensor) -> torch.Tensor:
@@ -256,11 +248,8 @@ def _row_sync_change(
 ) -> torch.Tensor:
     """Energy change [M, S, T] where each row waits for its slowest shard."""
     shards = sizes.shards
-    units = state.costs_MX[: state.costs_MX.shape[0] // 1]
-    rows_x = draw.x_QMS // 1
-    del units, rows_x
-    local_x = draw.x_QMS - (tables.member_M * sizes.rows)[:, None]
-    local_z = draw.z_QMS - (tables.member_M * sizes.rows)[:, None]
+    base = (tables.member_M * sizes.rows)[:, None]
+    local_x, local_z = draw.x_QMS - base, draw.z_QMS - base
     start_x = (draw.x_QMS - local_x % shards)[..., None] + tables.shard_G
     start_z = (draw.z_QMS - local_z % shards)[..., None] + tables.shard_G
     old_x, old_z = state.costs_MX[start_x][:, :, None], state.costs_MX[start_z][:, :, None]
