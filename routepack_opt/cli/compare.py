@@ -209,7 +209,7 @@ def _report(
     options: argparse.Namespace, experiment: Experiment, records: list[Record], folder: Path | None, started: str
 ) -> None:
     from routepack_opt.compare.experiment import share_bounds
-    from routepack_opt.compare.summary import summarise, windows_of
+    from routepack_opt.compare.summary import failures, summarise, windows_of, without_repeats
     from routepack_opt.files import write_json
 
     share_bounds(records)
@@ -224,10 +224,9 @@ def _report(
         return
     for window in windows_of(entries):
         inside = [e for e in entries if e.window == window]
-        print(f"{window}\n{table(_lines([e for e in inside if e.found]))}")
-        for e in inside:
-            if e.num_failed:
-                print(f"{e.method} ({e.budget_s:g} s): {e.num_failed} of {plural(e.num_runs, 'run')} failed: {e.error}")
+        print(f"{window}\n{table(_lines([e for e in without_repeats(inside) if e.found]))}")
+        for method, runs, reason in failures(inside):
+            print(f"{method}: {runs} without a layout: {reason}")
         print()
     if folder is not None and records:
         print(f"wrote {folder / 'results.json'} and {folder / 'index.html'}")
@@ -236,7 +235,7 @@ def _report(
 def _lines(entries: Sequence[Entry]) -> list[list[str]]:
     lines = [["method", "budget", "seconds", "rows", "slowest shard", "gap", "over seeds", "eta_EP", "rows status"]]
     for e in entries:
-        spread = f"{100 * e.low_gap:.2f}-{100 * e.high_gap:.2f}%" if e.num_runs > 1 else ""
+        spread = f"{100 * e.low_gap:.2f}-{100 * e.high_gap:.2f}%" if not e.steady else ""
         lines.append(
             [
                 e.method,

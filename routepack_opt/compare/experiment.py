@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from routepack_opt.compare.judge import Judge, gap
-from routepack_opt.errors import Infeasible, MissingDependency, VerificationError
+from routepack_opt.errors import RoutePackError, VerificationError
 from routepack_opt.files import read_text
 from routepack_opt.planner import warmup
 
@@ -105,13 +105,14 @@ def _run_one(judge: Judge, method: Method, budget_s: float, seed: int) -> Record
         answer = method.run(case, budget_s, seed)
         record["seconds"] = time.perf_counter() - start
         record.update(judge.record(answer))
-    except (Infeasible, VerificationError, MissingDependency) as error:
+    except RoutePackError as error:
         record.setdefault("seconds", time.perf_counter() - start)
         record.update(dict.fromkeys(_NOTHING))
         record["verified"] = False
         record["error"] = " ".join(str(error).split())
         record["broken"] = isinstance(error, VerificationError)
-        logger.warning("%s on %s: %s", method.name, case.name, record["error"])
+        if record["broken"]:
+            logger.warning("%s on %s: %s", method.name, case.name, record["error"])
     return record
 
 

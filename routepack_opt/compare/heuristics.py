@@ -17,6 +17,8 @@ from routepack_opt.planner import rows_problem
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from numpy.typing import NDArray
+
     from routepack_opt.compare.case import Case
     from routepack_opt.models.atoms import AtomSet
     from routepack_opt.models.rows import RowsProblem
@@ -31,13 +33,18 @@ def atoms_and_rows(case: Case) -> tuple[AtomSet, RowsProblem]:
     return atoms, rows_problem(atoms, case.topology, case.token_cap, PLAIN)
 
 
-def as_layout(case: Case, atoms: AtomSet, cells: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-    """R*D cells of atoms, index r*D + d, as ``cells[row][dp_rank]`` of samples."""
-    cell_of = np.empty(atoms.num_atoms, dtype=np.int64)
+def cell_numbers(cells: Sequence[Sequence[int]], num_atoms: int) -> NDArray[np.int64]:
+    """int64 [n], the cell of each atom."""
+    cell_of = np.empty(num_atoms, dtype=np.int64)
     for k, members in enumerate(cells):
         cell_of[list(members)] = k
+    return cell_of
+
+
+def as_layout(case: Case, atoms: AtomSet, cells: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    """R*D cells of atoms, index r*D + d, as ``cells[row][dp_rank]`` of samples."""
     dp = case.topology.dp
-    return cells_from_assignment(atoms, cell_of, len(cells) // dp, dp)
+    return cells_from_assignment(atoms, cell_numbers(cells, atoms.num_atoms), len(cells) // dp, dp)
 
 
 def ffd_atoms(problem: RowsProblem) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from routepack_opt import __version__
 from routepack_opt.compare.case import PLAIN
 from routepack_opt.compare.heuristics import atoms_and_rows
 from routepack_opt.cost import rank_loads, score
-from routepack_opt.models.layout import averaging_bound
+from routepack_opt.models.layout_bounds import layout_bound
 from routepack_opt.models.placement import placement_bounds
 from routepack_opt.models.rows import solve_rows
 from routepack_opt.plan import Plan
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routepack_opt.compare.case import Answer, Case
-    from routepack_opt.models.layout import LayoutBound
+    from routepack_opt.models.layout_bounds import LayoutBound
     from routepack_opt.models.rows import RowsResult
 
 _ROWS_TIME_S = 2.0
@@ -34,6 +34,7 @@ class Judge:
     """What is known of a case before any method runs, and the measuring of answers."""
 
     case: Case
+    bounds: dict[int, LayoutBound] = field(default_factory=dict)
 
     @cached_property
     def rows(self) -> RowsResult:
@@ -45,11 +46,15 @@ class Judge:
         """Bound of each layer on the fullest rank, and its kind."""
         return placement_bounds(self.case.window.total_load, self.case.topology.ep)
 
-    @cached_property
-    def layout(self) -> LayoutBound:
-        """Bound on the slowest shard for every placement and layout, whatever the rows."""
-        case = self.case
-        return averaging_bound(case.window.lengths, self.placement[0], case.topology, case.token_cap, case.cost)
+    def layout(self, num_rows: int) -> LayoutBound:
+        """Bound on the slowest shard for every placement and every layout of that many rows."""
+        if num_rows not in self.bounds:
+            case = self.case
+            atoms, _ = atoms_and_rows(case)
+            self.bounds[num_rows] = layout_bound(
+                atoms, num_rows, self.placement[0], case.topology, case.token_cap, case.cost, PLAIN
+            )
+        return self.bounds[num_rows]
 
     def record(self, answer: Answer) -> dict[str, Any]:
         """The measured part of a record; raises VerificationError where the answer breaks a rule."""
@@ -59,7 +64,7 @@ class Judge:
         figures = layout_figures(
             case.window, plan.cells, plan.logical_to_slot, case.topology, case.token_cap, case.cost
         ).to_json()
-        bound = max(plan.bound, min(self.layout.value, plan.score.slowest_shard))
+        bound = max(plan.bound, min(self.layout(plan.rows).value, plan.score.slowest_shard))
         ranks = plan.logical_to_slot // case.topology.experts_per_rank(case.window.num_experts)
         return {
             "score": list(plan.score),
@@ -94,7 +99,7 @@ class Judge:
         per_rank = np.zeros((window.num_layers, case.topology.ep), dtype=np.int64)
         np.add.at(per_rank, (np.arange(window.num_layers)[:, None], ranks), window.total_load)
         home = np.arange(window.num_experts) // case.topology.experts_per_rank(window.num_experts)
-        bound = self.layout
+        bound = self.layout(len(answer.cells))
         closed = len(answer.cells) == rows.lower_bound
         value = min(bound.value, found.slowest_shard)
         return Plan(

@@ -14,12 +14,22 @@ import numpy as np
 
 from routepack_opt.compare.case import PLAIN, Answer, Case
 from routepack_opt.compare.external import ENTRY_POINTS, TABLE
-from routepack_opt.compare.heuristics import as_layout, atoms_and_rows, ffd_atoms, ffd_cells, partition_cells
+from routepack_opt.compare.heuristics import (
+    as_layout,
+    atoms_and_rows,
+    cell_numbers,
+    ffd_atoms,
+    ffd_cells,
+    partition_cells,
+)
 from routepack_opt.errors import InvalidInput, MissingDependency
+from routepack_opt.models.layout import cells_from_assignment
+from routepack_opt.models.rows import ffd_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from routepack_opt.models.layout_exact import LayoutEngine
     from routepack_opt.models.layout_search import LayoutTask
     from routepack_opt.plan import Plan
 
@@ -103,7 +113,6 @@ def _lpt_rows(case: Case, budget_s: float, seed: int) -> Answer:
 
 
 def _lpt_pair(case: Case, budget_s: float, seed: int) -> Answer:
-    from routepack_opt.models.layout import cells_from_assignment
     from routepack_opt.models.placement import lpt
     from routepack_opt.models.seeds import edp_aware_pair
 
@@ -163,7 +172,6 @@ def _seeds(case: Case, budget_s: float, seed: int) -> Answer:
 
 def _lpt_anneal(case: Case, budget_s: float, seed: int) -> Answer:
     """The paper's question with our engine: the placement is LPT's and stays, only samples move."""
-    from routepack_opt.models.layout import cells_from_assignment
     from routepack_opt.models.layout_search import search_layout
 
     start = time.perf_counter()
@@ -175,7 +183,7 @@ def _lpt_anneal(case: Case, budget_s: float, seed: int) -> Answer:
 
 def lpt_task(case: Case, rows_s: float, seed: int) -> LayoutTask:
     """The layout task with rows counted and experts placed by LPT."""
-    from routepack_opt.models.layout import averaging_bound
+    from routepack_opt.models.layout_bounds import averaging_bound
     from routepack_opt.models.layout_search import LayoutTask
     from routepack_opt.models.placement import lpt, placement_bounds
     from routepack_opt.models.rows import solve_rows
@@ -200,6 +208,40 @@ def lpt_task(case: Case, rows_s: float, seed: int) -> LayoutTask:
     )
 
 
+# Exact solvers, the placement fixed
+
+_MOST_ENTRIES = 400_000  # of the exact model's matrix; beyond, building it takes seconds and solving it forever
+
+
+def _exact(case: Case, budget_s: float, seed: int, engine: LayoutEngine) -> Answer:
+    """LPT placement kept; started from first fit decreasing where that has as many rows."""
+    from routepack_opt.models.layout_exact import solve_layout_exact
+
+    start = time.perf_counter()
+    task = lpt_task(case, 0.2 * budget_s, seed)
+    n, num_layers, _ = task.atoms.demand.shape
+    entries = n * len(task.cells) * (num_layers * case.topology.ep + n // 2)
+    if entries > _MOST_ENTRIES:
+        raise InvalidInput(f"window: too large for an exact model ({entries:,} entries; at most {_MOST_ENTRIES:,})")
+    packed = ffd_rows(task.rows_problem)
+    cells = packed if packed is not None and len(packed) == len(task.cells) else task.cells
+    hint = cell_numbers(cells, n)
+    left_s = max(0.0, budget_s - (time.perf_counter() - start))
+    found = solve_layout_exact(task, engine=engine, time_limit_s=left_s, seed=seed, hint=hint)
+    best = hint if found.cell_of is None else found.cell_of
+    layout = cells_from_assignment(task.atoms, best, task.num_rows, case.topology.dp)
+    notes = (f"{found.solver} {found.version}: {found.status}", *((found.note,) if found.note else ()))
+    return Answer(layout, lpt_slots(case), fixed_bound=found.bound, notes=notes)
+
+
+def _cp_sat(case: Case, budget_s: float, seed: int) -> Answer:
+    return _exact(case, budget_s, seed, "cp-sat")
+
+
+def _highs(case: Case, budget_s: float, seed: int) -> Answer:
+    return _exact(case, budget_s, seed, "highs")
+
+
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
@@ -213,6 +255,8 @@ METHODS: dict[str, Method] = {
         Method("lpt+anneal", "LPT placement kept, our annealing of samples", _lpt_anneal, searches=True),
         Method("plan-fixed", "our placement kept, our annealing of samples", _plan_fixed, searches=True),
         Method("plan", "the whole planner: placement and layout refined together", _plan_full, searches=True),
+        Method("cp-sat", "LPT placement kept, exact model in CP-SAT (small windows)", _cp_sat, searches=True),
+        Method("highs", "LPT placement kept, exact model in HiGHS (small windows)", _highs, searches=True),
         *(Method(e.name, e.about, e.run, e.missing) for e in TABLE),
     )
 }

@@ -60,6 +60,11 @@ class Entry:
     error: str
 
     @property
+    def steady(self) -> bool:
+        """Whether all seeds gave equally good layouts."""
+        return self.found and self.num_failed == 0 and self.low_gap == self.high_gap
+
+    @property
     def found(self) -> bool:
         """Whether any seed gave a layout."""
         return self.num_failed < self.num_runs
@@ -71,6 +76,32 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[Entry]:
     for record in records:
         groups.setdefault((record["window"], record["method"], record["budget_s"]), []).append(record)
     return [_entry(*key, group) for key, group in groups.items()]
+
+
+def without_repeats(entries: Iterable[Entry]) -> list[Entry]:
+    """A method that gives the same with every budget and seed once, at its smallest budget; budgets in order."""
+    groups: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault((entry.window, entry.method), []).append(entry)
+    kept = []
+    for group in groups.values():
+        same = len({(e.score, e.rows, e.low_gap, e.high_gap) for e in group}) == 1 and group[0].steady
+        kept += group[:1] if same else group
+    return kept
+
+
+def failures(entries: Iterable[Entry]) -> list[tuple[str, str, str]]:
+    """(method, such as "2 of 6 runs", first reason) of every method that failed, budgets together; of one window."""
+    groups: dict[str, list[Entry]] = {}
+    for entry in entries:
+        groups.setdefault(entry.method, []).append(entry)
+    result = []
+    for method, group in groups.items():
+        failed = sum(e.num_failed for e in group)
+        if failed:
+            reason = next(e.error for e in group if e.error)
+            result.append((method, f"{failed} of {sum(e.num_runs for e in group)} runs", reason))
+    return result
 
 
 def windows_of(entries: Iterable[Entry]) -> list[str]:

@@ -8,7 +8,7 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 from routepack_opt import __version__
-from routepack_opt.compare.summary import summarise, windows_of
+from routepack_opt.compare.summary import failures, summarise, windows_of, without_repeats
 from routepack_opt.errors import MissingDependency
 from routepack_opt.files import atomic_writer
 from routepack_opt.report import html
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_HEADER = ("method", "budget, s", "seconds", "rows", "slowest shard", "gap", "gap over seeds", "gap at its placement",
-           "eta_EP", "attention", "experts", "peak sum", "largest rank load", "rank CV", "rows status")  # fmt: skip
+_KEPT = "placement kept"
+_HEADER = ("method", "budget, s", "seconds", "rows", "slowest shard", "gap, %", "over seeds", _KEPT,
+           "eta_EP", "attention", "experts", "peak sum", "peak", "rank CV", "rows status")  # fmt: skip
+_LEGEND = (
+    "gap: above the best bound for any placement; placement kept: above the best bound for the method's own placement;"
+    " attention, experts: summed over rows and shards; peak sum: assignments of the fullest rank summed over rows and"
+    " layers; peak: the largest rank load of one row and layer; rank CV: of the window's rank loads."
+)
 
 
 def write_page(path: Path, experiment: Experiment, records: list[Record], *, started: str = "") -> None:
@@ -83,23 +89,25 @@ def _facts(experiment: Experiment, window: str) -> str:
 
 
 def _table(entries: Sequence[Entry]) -> str:
-    done = [e for e in entries if e.found]
-    rows = [_cells(e) for e in done]
+    done = [e for e in without_repeats(entries) if e.found]
+    kept = any(e.fixed_gap != e.gap for e in done)
+    rows = [_cells(e, kept) for e in done]
     best = min(range(len(done)), key=lambda k: (done[k].rows, done[k].score), default=None)
-    return html.table(_HEADER, rows, best)
+    header = [name for name in _HEADER if kept or name != _KEPT]
+    return html.table(header, rows, best) + f'<p class="soft">{html.text(_LEGEND)}</p>'
 
 
-def _cells(e: Entry) -> list[str]:
-    spread = f"{100 * e.low_gap:.2f}-{100 * e.high_gap:.2f}%" if e.num_runs > 1 else ""
+def _cells(e: Entry, kept: bool) -> list[str]:
+    spread = "" if e.steady else f"{100 * e.low_gap:.2f}-{100 * e.high_gap:.2f}"
     return [
         e.method,
         f"{e.budget_s:g}",
         f"{e.seconds:.3f}",
         str(e.rows),
         f"{e.score:,.1f}",
-        f"{100 * e.gap:.2f}%",
+        f"{100 * e.gap:.2f}",
         spread,
-        f"{100 * e.fixed_gap:.2f}%",
+        *((f"{100 * e.fixed_gap:.2f}",) if kept else ()),
         f"{e.eta_ep:.4f}",
         f"{e.attention:,.1f}",
         f"{e.experts:,.1f}",
@@ -112,10 +120,8 @@ def _cells(e: Entry) -> list[str]:
 
 def _failures(entries: Sequence[Entry]) -> str:
     lines = [
-        f"<li><b>{html.text(e.method)}</b> ({e.budget_s:g} s): {e.num_failed} of {e.num_runs} seeds without a layout:"
-        f" {html.text(e.error)}</li>"
-        for e in entries
-        if e.num_failed
+        f"<li><b>{html.text(method)}</b>: {runs} without a layout: {html.text(reason)}</li>"
+        for method, runs, reason in failures(entries)
     ]
     return f"<ul>{''.join(lines)}</ul>" if lines else ""
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from routepack_opt.compare.summary import longest_budget
-from routepack_opt.report.figures import INK, SOFT, colours, finish, markers, new_axes
+from routepack_opt.compare.summary import longest_budget, without_repeats
+from routepack_opt.report.figures import INK, colours, finish, markers, new_axes, seconds_axis
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def _by_method(entries: Sequence[Entry]) -> dict[str, list[Entry]]:
 def plot_gap_over_time(entries: Sequence[Entry], ax: Axes | None = None) -> Axes:
     """Gap against seconds, one line a method, one point a budget; the band is least to largest over seeds."""
     ax = ax or new_axes()
-    groups = _by_method(entries)
+    groups = _by_method(without_repeats(entries))
     colour, marker = colours(groups), markers(groups)
     for name, group in groups.items():
         points = sorted(_found(group), key=lambda e: e.budget_s)
@@ -43,6 +43,7 @@ def plot_gap_over_time(entries: Sequence[Entry], ax: Axes | None = None) -> Axes
             low, high = [100 * e.low_gap for e in points], [100 * e.high_gap for e in points]
             ax.fill_between(seconds, low, high, color=colour[name], alpha=0.15, lw=0)
     ax.set_xscale("log")
+    seconds_axis(ax)
     ax.set_ylim(bottom=0)
     finish(ax, "Gap over time", "seconds the method took", "above the best bound, %")
     if ax.get_legend_handles_labels()[0]:
@@ -58,14 +59,16 @@ def plot_gap_by_method(entries: Sequence[Entry], ax: Axes | None = None) -> Axes
     def label(e: Entry) -> str:
         return f"{100 * e.gap:.2f}%" + (f"  ({e.rows} rows, {fewest} do)" if e.rows > fewest else "")
 
-    ax = _dots(shown, lambda e: 100 * e.gap, label, ax, lambda e: (100 * e.low_gap, 100 * e.high_gap))
+    colour = colours(e.method for e in entries)
+    ax = _dots(shown, lambda e: 100 * e.gap, label, colour, ax, lambda e: (100 * e.low_gap, 100 * e.high_gap))
     ax.set_xlim(left=0)
     return finish(ax, "Gap by method", "above the best bound, %", grid="x")
 
 
 def plot_eta(entries: Sequence[Entry], ax: Axes | None = None) -> Axes:
     """EP efficiency of each method with its largest budget; 1 is perfect balance."""
-    ax = _dots(_found(longest_budget(entries)), lambda e: e.eta_ep, lambda e: f"{e.eta_ep:.3f}", ax)
+    colour = colours(e.method for e in entries)
+    ax = _dots(_found(longest_budget(entries)), lambda e: e.eta_ep, lambda e: f"{e.eta_ep:.3f}", colour, ax)
     ax.set_xlim(right=1.0)
     return finish(ax, "EP efficiency eta_EP", "mean rank load over fullest rank load (1 is perfect)", grid="x")
 
@@ -74,12 +77,12 @@ def _dots(
     shown: Sequence[Entry],
     value: Callable[[Entry], float],
     label: Callable[[Entry], str],
+    colour: dict[str, str],
     ax: Axes | None,
     spread: Callable[[Entry], tuple[float, float]] | None = None,
 ) -> Axes:
     """One line a method, a dot at its value, named by ``label``."""
     ax = ax or new_axes(height=0.9 + 0.27 * max(len(shown), 4))
-    colour = colours(e.method for e in shown)
     for y, entry in enumerate(shown):
         if spread is not None:
             ax.plot(spread(entry), (y, y), color=colour[entry.method], lw=2.2, alpha=0.4, solid_capstyle="round")
@@ -124,7 +127,7 @@ def plot_row_peaks(entries: Sequence[Entry], ax: Axes | None = None) -> Axes:
     """Assignments of the fullest EP rank summed over layers, row by row, heaviest row first."""
     shown = _found(longest_budget(entries))
     ax = ax or new_axes()
-    colour, marker = colours(e.method for e in shown), markers(e.method for e in shown)
+    colour, marker = colours(e.method for e in entries), markers(e.method for e in entries)
     for e in shown:
         peaks = sorted((peak / 1e3 for peak in e.row_peaks), reverse=True)
         size = 4.5 if len(peaks) <= 40 else 0
@@ -134,6 +137,4 @@ def plot_row_peaks(entries: Sequence[Entry], ax: Axes | None = None) -> Axes:
     finish(ax, "Row peaks", "row, heaviest first", "thousand assignments", grid="y")
     if shown:
         ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    ax.title.set_color(INK)
-    ax.yaxis.label.set_color(SOFT)
     return ax

@@ -52,6 +52,15 @@ def finish(ax: Axes, title: str, x: str = "", y: str = "", grid: str = "both") -
     return ax
 
 
+def seconds_axis(ax: Axes) -> None:
+    """Plain numbers at 1 and 3 of every power of ten on a logarithmic x axis."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    ax.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 3.0)))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
 def colours(names: Iterable[str]) -> dict[str, str]:
     """A colour for each name, the same in every figure of a page that passes the same names."""
     return {name: PALETTE[k % len(PALETTE)] for k, name in enumerate(dict.fromkeys(names))}
@@ -74,9 +83,8 @@ def to_svg(ax: Axes, name: str, label: str) -> str:
 
     stream = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        _figure_of(ax).savefig(
-            stream, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
-        )
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        _figure_of(ax).savefig(stream, format="svg", metadata=nothing)
     svg = stream.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg, count=4)

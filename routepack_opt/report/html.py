@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 _STYLE = """
 :root { color-scheme: light; --ink: #1d2329; --soft: #59636e; --line: #d8dee4; --accent: #0072b2; }
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 76rem; background: #fff; color: var(--ink);
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 88rem; background: #fff; color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
 h1 { font-size: 1.6rem; margin: 0 0 .25rem; }
 h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; padding-top: 1rem; border-top: 1px solid var(--line); }
-p { max-width: 48rem; }
+p { max-width: 60rem; }
 .soft, figcaption { color: var(--soft); font-size: .9rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .75rem 0; }
-th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: .75rem 0; font-size: .87rem; }
+th, td { padding: .2rem .5rem; border-bottom: 1px solid var(--line); text-align: right; white-space: nowrap; }
 th { font-weight: 600; border-bottom: 2px solid var(--line); }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 tr.best td { font-weight: 600; }
