@@ -31,7 +31,7 @@ _EXPORTS = {
 }
 _MODULES = ("errors",)
 
-__all__ = [*sorted(_EXPORTS), "__version__", "errors"]  # noqa: PLE0604
+__all__ = [*sorted(_EXPORTS), "__version__", "errors"]
 
 if TYPE_CHECKING:
     from routepack_opt import errors as errors

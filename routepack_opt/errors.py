@@ -15,6 +15,7 @@ class VerificationError(RoutePackError):
     exit_code = 1
 
     def __init__(self, claim: str, message: str) -> None:
+        """The message shown is "claim: message"."""
         super().__init__(f"{claim}: {message}")
         self.claim = claim
 
@@ -34,6 +35,7 @@ class Infeasible(RoutePackError):
     exit_code = 3
 
     def __init__(self, message: str, *, dummy_samples: int | None = None) -> None:
+        """``message`` says why, and what would do."""
         super().__init__(message)
         self.dummy_samples = dummy_samples
 
