@@ -13,6 +13,7 @@ import numpy as np
 from routepack_opt import __version__
 from routepack_opt.constraints import Constraints
 from routepack_opt.cost import CostModel, score
+from routepack_opt.cost import rank_loads as row_rank_loads
 from routepack_opt.errors import InvalidInput
 from routepack_opt.models.atoms import AtomSet, build_atoms
 from routepack_opt.models.layout import canonical_ranks, cells_from_assignment, shard_row_of_cell
@@ -282,14 +283,16 @@ class _Run:
         bound: LayoutBound,
         found: SearchResult,
     ) -> Plan:
-        from routepack_opt.models.finish import even_sample_counts, keep_standing_layers
+        from routepack_opt.models.finish import even_sample_counts, keep_standing_layers, row_demand
+        from routepack_opt.models.idle_ranks import fill_idle_ranks, idle_ranks_note
         from routepack_opt.models.placement import rank_loads, relabel_ranks, slots_from_ranks
 
         window, topology, c, atoms = self.window, self.topology, self.constraints, task.atoms
         cell_of, rank_of = found.best.cell_of, found.best.rank_of
-        shard_rows = shard_row_of_cell(topology, rows.rows)
-        rank_of = keep_standing_layers(atoms, cell_of, shard_rows, rank_of, self.standing, topology.ep)
+        demand = row_demand(atoms, cell_of, shard_row_of_cell(topology, rows.rows))
+        rank_of = keep_standing_layers(demand, rank_of, self.standing, topology.ep)
         rank_of = relabel_ranks(rank_of, self.standing, topology.ep)
+        rank_of = fill_idle_ranks(demand, rank_of, self.standing, topology.ep)
         if task.cells_may_move:
             cell_of = even_sample_counts(
                 atoms, cell_of, rank_of, topology, self.cost, self.token_cap, c.max_samples_per_cell
@@ -298,6 +301,9 @@ class _Run:
         slots = slots_from_ranks(rank_of, topology.ep, self.standing_slots)
         cells = cells_from_assignment(atoms, cell_of, rows.rows, topology.dp)
         final = score(window, cells, slots, topology, self.token_cap, self.cost)
+        idle = idle_ranks_note(row_rank_loads(window, cells, slots, topology))
+        if idle is not None:
+            self.notes.append(idle)
         reached = rank_loads(window.total_load, rank_of, topology.ep).max(axis=1)
         value = min(bound.value, final.slowest_shard)
         self.timer.lap("finish_s")

@@ -20,35 +20,42 @@ if TYPE_CHECKING:
     from routepack_opt.topology import Topology
 
 
+def row_demand(atoms: AtomSet, cell_of: NDArray[np.int64], shard_row_of_cell: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [X, L, E], demand of every row-shard."""
+    rows = np.zeros((int(shard_row_of_cell.max()) + 1, *atoms.demand.shape[1:]), dtype=np.int64)
+    for atom, x in enumerate(shard_row_of_cell[cell_of].tolist()):
+        rows[x] += atoms.demand[atom]
+    return rows
+
+
 def keep_standing_layers(
-    atoms: AtomSet,
-    cell_of: NDArray[np.int64],
-    shard_row_of_cell: NDArray[np.int64],
-    rank_of: NDArray[np.int64],
-    standing: NDArray[np.int64],
-    num_ranks: int,
+    rows: NDArray[np.int64], rank_of: NDArray[np.int64], standing: NDArray[np.int64], num_ranks: int
 ) -> NDArray[np.int64]:
     """``rank_of`` with every layer put back to ``standing`` where no row-shard's peak changes by it.
 
     Layers without load, or with uniform load, then move no expert.
+
+    Parameters
+    ----------
+    rows
+        int64 [X, L, E], demand of every row-shard.
     """
-    num_layers, num_experts = rank_of.shape
-    num_x = int(shard_row_of_cell.max()) + 1
-    rows = np.zeros((num_x, num_layers, num_experts), dtype=np.int64)
-    for atom, x in enumerate(shard_row_of_cell[cell_of].tolist()):
-        rows[x] += atoms.demand[atom]
     result = rank_of.copy()
-    for layer in range(num_layers):
+    for layer in range(rank_of.shape[0]):
         if np.array_equal(rank_of[layer], standing[layer]):
             continue
-        peaks = []
-        for ranks in (rank_of[layer], standing[layer]):
-            by_rank = np.zeros((num_ranks, num_x), dtype=np.int64)
-            np.add.at(by_rank, ranks, rows[:, layer, :].T)
-            peaks.append(by_rank.max(axis=0))
-        if (peaks[1] == peaks[0]).all():
+        now, before = (
+            loads_by_rank(rows[:, layer], ranks, num_ranks).max(axis=1) for ranks in (rank_of[layer], standing[layer])
+        )
+        if (now == before).all():
             result[layer] = standing[layer]
     return result
+
+
+def loads_by_rank(demand: NDArray[np.int64], ranks: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+    """int64 [X, P], demand int64 [X, E] of one layer summed over the E / P experts of each EP rank."""
+    by_rank = demand[:, np.argsort(ranks, kind="stable")]
+    return np.asarray(by_rank.reshape(demand.shape[0], num_ranks, -1).sum(axis=2))
 
 
 def even_sample_counts(
