@@ -74,6 +74,8 @@ def run_experiment(
     known = {} if journal is None else {record["key"]: record for record in read_journal(journal)}
     result = [] if records is None else records
     warmup()
+    for method in experiment.methods:
+        method.prepare()
     judges = {case: Judge(case) for case in experiment.cases}
     for case, method, budget_s, seed in _combinations(experiment):
         key = case.key(method.name, budget_s, seed)
@@ -100,6 +102,7 @@ def _combinations(experiment: Experiment) -> Iterator[tuple[Case, Method, float,
 def _run_one(judge: Judge, method: Method, budget_s: float, seed: int) -> Record:
     case = judge.case
     record: Record = {"window": case.name, "method": method.name, "seed": seed, "budget_s": budget_s}
+    record["searches"] = method.searches
     start = time.perf_counter()
     try:
         answer = method.run(case, budget_s, seed)

@@ -57,6 +57,7 @@ class Entry:
     proposals_per_s: float
     row_peaks: tuple[int, ...]
     num_shards: int
+    searches: bool
     error: str
 
     @property
@@ -79,14 +80,14 @@ def summarise(records: Sequence[dict[str, Any]]) -> list[Entry]:
 
 
 def without_repeats(entries: Iterable[Entry]) -> list[Entry]:
-    """A method that gives the same with every budget and seed once, at its smallest budget; budgets in order."""
+    """Methods that do not search once, where budgets and seeds change nothing."""
     groups: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((entry.window, entry.method), []).append(entry)
     kept = []
     for group in groups.values():
-        same = len({(e.score, e.rows, e.low_gap, e.high_gap) for e in group}) == 1 and group[0].steady
-        kept += group[:1] if same else group
+        same = len({(e.score, e.rows) for e in group}) == 1 and all(e.steady for e in group)
+        kept += group[:1] if same and not group[0].searches else group
     return kept
 
 
@@ -154,5 +155,6 @@ def _entry(window: str, method: str, budget_s: float, group: list[dict[str, Any]
         proposals_per_s=middle(r["proposals"] / r["seconds"] for r in done if r["seconds"] > 0),
         row_peaks=tuple(done[0]["row_peaks"]) if done else (),
         num_shards=done[0]["num_shards"] if done else 1,
+        searches=group[0]["searches"],
         error=errors[0] if errors else "",
     )
