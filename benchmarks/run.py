@@ -28,6 +28,7 @@ from routepack_opt import __version__
 from routepack_opt.compare.experiment import Experiment, run_experiment
 from routepack_opt.compare.external import TABLE
 from routepack_opt.compare.methods import available
+from routepack_opt.errors import MissingDependency
 from routepack_opt.files import write_json
 
 SECTIONS = ("compare", "paper", "throughput", "growth")
@@ -93,10 +94,14 @@ def growth_section(options: argparse.Namespace) -> list[dict[str, Any]]:
     print("growth", flush=True)
     results = growth(1, QUICK_GROWTH) if options.quick else growth(2)
     write_json(options.out / "growth.json", results)
+    figure = options.docs.parent / "figures" / "growth.svg"
     try:
-        (options.out / "growth.svg").write_text(tables.growth_figure(results), encoding="utf-8")
-    except Exception as error:  # the figure is an extra
-        print(f"growth.svg: {error}", flush=True)
+        svg = tables.growth_figure(results)
+    except MissingDependency as error:
+        print(f"no figure: {error}", flush=True)
+    else:
+        figure.parent.mkdir(exist_ok=True)
+        figure.write_text(svg, encoding="utf-8")
     return results
 
 
@@ -117,12 +122,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--workloads", type=split, default=list(WORKLOADS), help=f"default {','.join(WORKLOADS)}")
     parser.add_argument("--budgets", type=numbers, default=[0.3, 1.0, 3.0], help="seconds; default 0.3,1,3")
     parser.add_argument("--seeds", type=integers, default=[0, 1], help="of the methods; default 0,1")
-    parser.add_argument(
-        "--window-seeds", type=integers, default=[0, 1, 2, 3], help="of the paper's section; default 0-3"
-    )
-    parser.add_argument(
-        "--paper-budget", type=float, default=1.0, help="seconds a run of the paper's section; default 1"
-    )
+    parser.add_argument("--window-seeds", type=integers, default=[0, 1, 2, 3], help="of section paper; default 0,1,2,3")
+    parser.add_argument("--paper-budget", type=float, default=1.0, help="seconds a run of section paper; default 1")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(arguments)
     if options.quick:

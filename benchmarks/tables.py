@@ -64,8 +64,8 @@ def compare_table(records: list[Record], facts: Facts) -> str:
         inside = [e for e in entries if e.window == window]
         rows = [
             [
-                f"`{e.method}`", f"{e.budget_s:g}" if e.searches else "", f"{e.seconds:.2f}", str(e.rows), f"{e.score:,.1f}",
-                f"{100 * e.gap:.2f}%", f"{e.eta_ep:.4f}", f"{e.peak:,.0f}", e.rows_status,
+                f"`{e.method}`", f"{e.budget_s:g}" if e.searches else "", f"{e.seconds:.2f}", str(e.rows),
+                f"{e.score:,.1f}", f"{100 * e.gap:.2f}%", f"{e.eta_ep:.4f}", f"{e.peak:,.0f}", e.rows_status,
             ]
             for e in without_repeats(inside) if e.found
         ]  # fmt: skip
@@ -81,10 +81,10 @@ def paper_table(records: list[Record], facts: Facts) -> str:
     parts = [
         "## The paper's figures",
         measured(facts) + ".",
-        f"Synthetic windows calibrated to the paper's published statistics (docs/synth.md), budget {budget:g} s, mean over"
-        " the window seeds; changes are against LPT + FFD with as many rows. *Placement kept*: LPT, only samples move, as"
-        " in the paper. *Co-refined*: `plan`. The paper does not publish layers, D, R or cost weights: only the shape of"
-        " the comparison is the same.",
+        f"Synthetic windows calibrated to the paper's published statistics (docs/synth.md), budget {budget:g} s, mean"
+        " over the window seeds; changes are against LPT + FFD with as many rows. *Placement kept*: LPT, only samples"
+        " move, as in the paper. *Co-refined*: `plan`. The paper does not publish layers, D, R or cost weights: only"
+        " the shape of the comparison is the same.",
     ]
     for column, preset in enumerate(("tiny", "flash")):
         rows = _paper_rows([r for r in records if r["window"].split("/")[0] == preset], column)
@@ -175,6 +175,7 @@ def growth_table(results: list[Record], facts: Facts) -> str:
             f"One size varied, the others {base}; synthetic windows of about four rows, cap 8192, D = P x G. Best of 2."
             " First plan: rows, placement, seeds, scoring and certificates, no search. Two chains run side by side.",
             markdown(header, rows),
+            "![planning time against sizes](figures/growth.svg)",
         ]
     )
 

@@ -86,7 +86,7 @@ def without_repeats(entries: Iterable[Entry]) -> list[Entry]:
         groups.setdefault((entry.window, entry.method), []).append(entry)
     kept = []
     for group in groups.values():
-        same = len({(e.score, e.rows) for e in group}) == 1 and all(e.steady for e in group)
+        same = len({(e.score, e.rows, e.low_gap, e.high_gap) for e in group}) == 1
         kept += group[:1] if same and not group[0].searches else group
     return kept
 
