@@ -19,6 +19,7 @@ COMMANDS = {
     "synth": "a realistic window from published statistics",
     "plan": "window -> plan: experts placed, samples packed, gains and proofs",
     "verify": "re-check every claim of a plan",
+    "place": "expert placement alone, in the file formats of inference engines",
     "compare": "the same windows under several methods: gaps, times, plots",
     "doctor": "what is installed and usable here",
 }

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 LOAD_FIELDS = ("logical_count", "load", "loads", "counts")
 TABLE_FIELDS = ("physical_to_logical_map", "slot_to_logical")
 TABLE_FORMATS = ("sglang", "tensorrt-llm", "ascend", "pt", "npz")
+TABLE_SUFFIXES = {".json": "sglang", ".yaml": "tensorrt-llm", ".yml": "tensorrt-llm", ".pt": "pt", ".npz": "npz"}
 _SAFETENSORS_TYPES = {"I64": "<i8", "I32": "<i4", "I16": "<i2", "U8": "|u1", "F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _HEADER_LIMIT = 1 << 26
 
@@ -73,6 +74,17 @@ def read_loads(path: str | os.PathLike[str]) -> NDArray[np.int64]:
     """Recorded loads summed over windows, int64 [L, E]."""
     loads: NDArray[np.int64] = read_load_windows(path).sum(axis=0)
     return loads
+
+
+def read_layer_ids(path: str | os.PathLike[str]) -> list[int] | None:
+    """Model layer of each row of the loads, where the file numbers its layers itself; else None."""
+    path = Path(path)
+    if path.suffix.lower() == ".safetensors":
+        return sorted({int(name.split("_")[1]) for name in _read_safetensors(path)})
+    if path.suffix.lower() == ".npz":
+        ids = read_npz(path, ("moe_layers",)).get("moe_layers")
+        return None if ids is None else [int(k) for k in ids.ravel()]
+    return None
 
 
 def read_table(path: str | os.PathLike[str]) -> NDArray[np.int64]:
@@ -132,8 +144,7 @@ def write_table(
         Model layer of each row, for TensorRT-LLM (dense layers are left out there); default 0, 1, ...
     """
     path = Path(path)
-    by_suffix = {".json": "sglang", ".yaml": "tensorrt-llm", ".yml": "tensorrt-llm", ".pt": "pt", ".npz": "npz"}
-    file_format = file_format or by_suffix.get(path.suffix.lower())
+    file_format = file_format or TABLE_SUFFIXES.get(path.suffix.lower())
     if file_format == "sglang":
         write_json(path, {"physical_to_logical_map": table.tolist()})
     elif file_format == "ascend":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from routepack_opt.errors import InvalidInput, TopologyError
-from routepack_opt.models.moves import contiguous_ranks, num_moved
+from routepack_opt.models.moves import contiguous_ranks, num_moved, slots_from_ranks
 from routepack_opt.models.placement import PlacementResult, check_load, check_ranks, rank_loads, solve_placement
 
 if TYPE_CHECKING:
@@ -52,9 +52,15 @@ def solve_node_placement(
     )
     node_of = assign_groups(array, num_groups, num_nodes, home=home // (num_ranks // num_nodes), seed=seed)
     rank_of = _inside_nodes(array, node_of, num_nodes, num_ranks, home, seed)
+    reached = rank_loads(array, rank_of, num_ranks).max(axis=1)
     # the one-level bound holds for two levels as well
-    free = solve_placement(array, num_ranks, standing=rank_of, max_moved=0.0)
-    return PlacementResult(rank_of, rank_loads(array, rank_of, num_ranks).max(axis=1), free.bound, free.kind)
+    free = solve_placement(array, num_ranks, standing=None if standing is None else home, seed=seed)
+    if num_groups == num_experts:
+        # level nodes may lack the cold experts that hot ones need as rank mates: such layers level the ranks first
+        better = np.flatnonzero(free.reached < reached)
+        rank_of[better] = _ranks_to_nodes(array[better], free.rank_of[better], num_nodes, num_ranks, seed)
+        reached[better] = free.reached[better]
+    return PlacementResult(rank_of, reached, free.bound, free.kind)
 
 
 def solve_group_placement(
@@ -152,6 +158,17 @@ def node_experts(node_of: NDArray[np.int64], num_nodes: int) -> NDArray[np.int64
     """int64 [L, nodes, E / nodes], the experts of each node in rising order."""
     num_layers, num_experts = node_of.shape
     return np.argsort(node_of, axis=1, kind="stable").reshape(num_layers, num_nodes, num_experts // num_nodes)
+
+
+def _ranks_to_nodes(
+    load: NDArray[np.int64], rank_of: NDArray[np.int64], num_nodes: int, num_ranks: int, seed: int
+) -> NDArray[np.int64]:
+    """Rename the ranks of a placement so that node loads are level; ranks of nodes that are as good stay."""
+    if not len(load):
+        return rank_of
+    standing = contiguous_ranks(len(load), num_ranks, num_nodes)
+    nodes = solve_placement(rank_loads(load, rank_of, num_ranks), num_nodes, standing=standing, seed=seed).rank_of
+    return np.take_along_axis(slots_from_ranks(nodes, num_nodes), rank_of, axis=1)
 
 
 def _inside_nodes(
