@@ -150,8 +150,8 @@ def plan_window(
         raise InvalidInput(f"budget_s: {budget_s!r} is not a number of seconds >= 0")
     if device not in ("auto", "cpu"):
         raise InvalidInput(f"device: {device!r} is not available in this version; use 'auto' or 'cpu'")
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise InvalidInput(f"seed: {seed!r} is not an integer")
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
+        raise InvalidInput(f"seed: {seed!r} is not an integer from 0 to 2^63 - 1")
     constraints = constraints or Constraints()
     topology.experts_per_rank(window.num_experts)
     notes = []
