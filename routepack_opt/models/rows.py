@@ -16,7 +16,7 @@ import numpy as np
 
 from routepack_opt.errors import Infeasible, dummy_samples_needed
 from routepack_opt.models.rows_layout import Sorted, arrange, group_layout, pack_bins, to_cells
-from routepack_opt.solvers import bin_exchange, bin_packing, bounds, pricing
+from routepack_opt.solvers import bin_exchange, bin_packing, bounds, pattern_enumeration, pricing
 from routepack_opt.solvers.bin_decision import decide, quick_pack
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class RowsResult:
     status
         "certified" (the certificate meets ``rows``), "solver-proved" or "best-known".
     rung
-        What closed it: "volume", "count", "l2", "dff", "column-generation", "cp-sat", or "" when open.
+        What closed it: "volume", "count", "l2", "dff", "column-generation", "mip", or "" when open.
     certificate
         ``certificates.rows`` of plan.json.
     cells
@@ -113,6 +113,8 @@ class _Ladder:
     time_limit_s: float
     seed: int
     start_s: float = field(default_factory=time.perf_counter)
+    solver: tuple[str, str] | None = None
+    solver_bins: int = 0
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng(self.seed)
@@ -132,7 +134,11 @@ class _Ladder:
     @property
     def lower_bound(self) -> int:
         """Proved least number of rows."""
-        num_bins = max(self.best.bins + self.atoms.num_alone, self.group_rows * self.problem.num_ranks)
+        return self._rows_for(max(self.best.bins, self.solver_bins))
+
+    def _rows_for(self, num_bins: int) -> int:
+        """Rows that so many bins of atoms within the cap need, with everything else that is known."""
+        num_bins = max(num_bins + self.atoms.num_alone, self.group_rows * self.problem.num_ranks)
         return self.problem.rows_for(num_bins)
 
     def time_left_s(self) -> float:
@@ -220,6 +226,8 @@ class _Ladder:
         )
         if decision.refutation is not None:
             self._raise_bound(decision.refutation)
+        if decision.solver is not None:
+            self.solver, self.solver_bins = decision.solver, goal + 1
         return atoms.with_alone(decision.bin_of)
 
     def _layout(self, rows: int, bin_of: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
@@ -248,19 +256,19 @@ class _Ladder:
             count, f"no layout of fewer than {rows} rows was found for {problem.tokens.size} samples"
         )
 
-    def _rung(self) -> str:
-        return {"dual": "column-generation"}.get(self.best.kind, self.best.kind)
-
     def _result(self, rows: int, cells: list[list[int]]) -> RowsResult:
+        certificate = self.best.to_json(self.atoms.num_alone)
+        rung = {"dual": "column-generation"}.get(self.best.kind, self.best.kind)
+        if rows == self._rows_for(self.best.bins):
+            return RowsResult(rows, rows, "certified", rung, certificate, cells)
+        if self.solver is None:
+            return RowsResult(rows, self.lower_bound, "best-known", "", certificate, cells)
+        name, version = self.solver
+        certificate |= {"kind": "solver", "cells": self.solver_bins + self.atoms.num_alone}
+        certificate |= {"solver": name, "version": version}
         closed = rows == self.lower_bound
-        return RowsResult(
-            rows,
-            self.lower_bound,
-            "certified" if closed else "best-known",
-            self._rung() if closed else "",
-            self.best.to_json(self.atoms.num_alone),
-            cells,
-        )
+        status, rung = ("solver-proved", "mip") if closed else ("best-known", "")
+        return RowsResult(rows, self.lower_bound, status, rung, certificate, cells)
 
 
 def _rows_of_rank_groups(problem: RowsProblem) -> int:
@@ -377,3 +385,4 @@ def warmup() -> None:
     bin_packing.warmup()
     bin_exchange.warmup()
     pricing.warmup()
+    pattern_enumeration.warmup()

@@ -1,7 +1,8 @@
 """One question, answered as hard as time allows: do ``goal`` bins suffice?
 
-The answer is a packing, a certificate that more are needed, or nothing. Exchanges are tried first, then column
-generation bounds the problem and dives alternate with longer exchanges.
+The answer is a packing, a certificate that more are needed, a solver's word that more are needed, or nothing. Bins that
+some optimal packing has are fixed first; column generation bounds the rest; then dives, the exact program over all
+patterns that can still matter, and exchanges look for a packing.
 """
 
 from __future__ import annotations
@@ -21,16 +22,30 @@ if TYPE_CHECKING:
     from routepack_opt.solvers.bounds import Certificate
     from routepack_opt.solvers.column_generation import ColumnGeneration
 
+BOUND_MARGIN = 1e-7  # a floating-point bound this close above the goal is not worth an integer check
 DIVE_NOISE = 0.1  # spread of the perturbation of master values in restarted dives
 ROUND_STEPS = 400  # tabu steps of one exchange round
+MAX_EXACT_ITEMS = 600  # items up to which all patterns are enumerated
+EXACT_SHARE = 0.8  # share of the time left that the exact program may take
 
 
 @dataclass(frozen=True)
 class Decision:
-    """``bin_of`` int64 [n] when the goal was reached, ``refutation`` when it is impossible, both None when open."""
+    """The answer: a packing, a refutation, or neither.
+
+    Attributes
+    ----------
+    bin_of
+        int64 [n] when ``goal`` bins suffice.
+    refutation
+        Integer certificate that they do not.
+    solver
+        (name, version) of a solver that says they do not, where no certificate could be found.
+    """
 
     bin_of: NDArray[np.int64] | None = None
     refutation: Certificate | None = None
+    solver: tuple[str, str] | None = None
 
 
 def quick_pack(
@@ -42,10 +57,13 @@ def quick_pack(
     max_count: int,
     rng: np.random.Generator,
     steps: int,
+    skip: float = 0.0,
     rounds: int = 1,
 ) -> NDArray[np.int64] | None:
     """Subset filling towards ``goal`` bins, repaired by a fixed number of exchange steps."""
-    bin_of = bin_packing.fill(lengths, counts, cap, max_bins=lengths.size, goal=goal, max_count=max_count, rng=rng)
+    bin_of = bin_packing.fill(
+        lengths, counts, cap, max_bins=lengths.size, goal=goal, max_count=max_count, skip=skip, rng=rng
+    )
     if bin_of is None or int(bin_of.max()) < goal:
         return bin_of
     return bin_exchange.exchange(
@@ -78,112 +96,146 @@ def decide(
     lengths, counts
         int64 [n] in decreasing length, each <= cap, and the samples of each.
     max_count
-        Most samples a bin; the proof does not use it, dives whose bins exceed it are dropped.
+        Most samples a bin; proofs do not use it, packings that exceed it are dropped.
     deadline_s
         On the clock of ``time.perf_counter``.
     """
-    fixed, left = ([], np.arange(lengths.size)) if max_count < bin_packing.NO_LIMIT else fix_bins(lengths, cap)
-    rest, rest_goal = lengths[left], goal - len(fixed)
-    if not left.size:
-        return Decision(_join(fixed, left, None, lengths.size)) if rest_goal >= 0 else Decision()
-    root = _root(rest, cap, rest_goal, rng)
-    if root is None:
-        return Decision()
-    outcome = root.generate(goal=rest_goal, deadline_s=deadline_s, max_rounds=2**31)
-    if root.best_bound > rest_goal:
-        return Decision(refutation=_refute(root, lengths, cap, goal, deadline_s, rng))
-    if not np.isfinite(outcome.value):
-        return Decision()
-    found = _search(root, rest, counts[left], rest_goal, max_count, deadline_s, rng)
-    return Decision(None if found is None else _join(fixed, left, found, lengths.size))
+    limited = max_count < bin_packing.NO_LIMIT
+    fixed, left = ([], np.arange(lengths.size)) if limited else fix_bins(lengths, cap)
+    rest_goal = goal - len(fixed)
+    if not left.size and rest_goal >= 0:
+        return Decision(_join(fixed, left, None, lengths.size))
+    whole = _Rest(lengths, counts, cap, goal, max_count, deadline_s, rng)
+    if rest_goal < 1:
+        return Decision(refutation=whole.refute(None))
+    rest = _Rest(lengths[left], counts[left], cap, rest_goal, max_count, deadline_s, rng) if fixed else whole
+    root = rest.new_root()
+    if root is not None:
+        outcome = root.generate(goal=rest_goal, deadline_s=deadline_s, max_rounds=2**31)
+        if root.best_bound > rest_goal + BOUND_MARGIN:
+            refutation = whole.refute(root)
+            if refutation is not None:
+                return Decision(refutation=refutation)
+        if not np.isfinite(outcome.value):
+            return Decision()
+    found, solver = rest.search(root)
+    return Decision(None if found is None else _join(fixed, left, found, lengths.size), None, solver)
 
 
-def _root(lengths: NDArray[np.int64], cap: int, goal: int, rng: np.random.Generator) -> ColumnGeneration | None:
-    """Column generation started from the patterns of two subset fillings; None when its table would not fit."""
-    from routepack_opt.solvers.column_generation import ColumnGeneration, patterns_of
+@dataclass(frozen=True)
+class _Rest:
+    """The items that are not fixed yet and the bins left for them."""
 
-    distinct, number = distinct_lengths(lengths)
-    if not ColumnGeneration.is_affordable(distinct, number, cap):
-        return None
-    types = np.searchsorted(-distinct, -lengths)
-    ones = np.ones(lengths.size, dtype=np.int64)
-    first = bin_packing.fill(lengths, ones, cap, max_bins=lengths.size, goal=goal, rng=rng)
-    second = bin_packing.fill(lengths, ones, cap, max_bins=lengths.size, goal=0, skip=0.1, rng=rng)
-    assert first is not None and second is not None, "every length fits a bin of its own"
-    root = ColumnGeneration(distinct, number, cap, patterns_of(first, types, distinct.size))
-    root.add(patterns_of(second, types, distinct.size))
-    return root
+    lengths: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    cap: int
+    goal: int
+    max_count: int
+    deadline_s: float
+    rng: np.random.Generator
 
+    def new_root(self) -> ColumnGeneration | None:
+        """Column generation from the patterns of two subset fillings; None when its table would not fit."""
+        from routepack_opt.solvers.column_generation import ColumnGeneration, patterns_of
 
-def _refute(
-    root: ColumnGeneration, lengths: NDArray[np.int64], cap: int, goal: int, deadline_s: float, rng: np.random.Generator
-) -> Certificate | None:
-    """Integer certificate over all lengths that more than ``goal`` bins are needed, given a root that says so."""
-    if root.demand.sum() == lengths.size:
+        distinct, number = distinct_lengths(self.lengths)
+        if not ColumnGeneration.is_affordable(distinct, number, self.cap):
+            return None
+        types = np.searchsorted(-distinct, -self.lengths)
+        ones, num = np.ones(self.lengths.size, dtype=np.int64), self.lengths.size
+        first = bin_packing.fill(self.lengths, ones, self.cap, max_bins=num, goal=self.goal, rng=self.rng)
+        second = bin_packing.fill(self.lengths, ones, self.cap, max_bins=num, goal=0, skip=0.1, rng=self.rng)
+        assert first is not None and second is not None, "every length fits a bin of its own"
+        root = ColumnGeneration(distinct, number, self.cap, patterns_of(first, types, distinct.size))
+        root.add(patterns_of(second, types, distinct.size))
+        return root
+
+    def refute(self, root: ColumnGeneration | None) -> Certificate | None:
+        """Integer certificate that these items need more bins; ``root`` may know a part of them."""
+        if root is None or root.demand.sum() != self.lengths.size:
+            # The patterns of the reduced problem make the whole one converge in a few rounds.
+            whole = self.new_root()
+            if whole is None:
+                return None
+            if root is not None:
+                whole.add(root.pool_for(whole.lengths))
+            whole.generate(goal=self.goal, deadline_s=self.deadline_s, max_rounds=2**31)
+            root = whole
         certificate = root.certificate()
-        return certificate if certificate.bins > goal else None
-    # The root saw the reduced problem; its patterns make the full one converge in a few rounds.
-    full = _root(lengths, cap, goal, rng)
-    if full is None:
-        return None
-    full.add(root.pool_for(full.lengths))
-    full.generate(goal=goal, deadline_s=deadline_s, max_rounds=2**31)
-    certificate = full.certificate()
-    return certificate if certificate.bins > goal else None
+        return certificate if certificate.bins > self.goal else None
+
+    def search(self, root: ColumnGeneration | None) -> tuple[NDArray[np.int64] | None, tuple[str, str] | None]:
+        """A packing, or the solver that says there is none; dives and exchanges by turns until the deadline."""
+        attempt = 0
+        while time.perf_counter() < self.deadline_s:
+            if root is not None:
+                found = self._dive(root, DIVE_NOISE * min(attempt, 1))
+                if found is None and attempt == 0 and self.lengths.size <= MAX_EXACT_ITEMS:
+                    found, solver = self._exact(root)
+                    if solver is not None:
+                        return None, solver
+                if found is not None:
+                    return found, None
+            exchanged = quick_pack(
+                self.lengths,
+                self.counts,
+                self.cap,
+                self.goal,
+                max_count=self.max_count,
+                rng=self.rng,
+                steps=ROUND_STEPS,
+                skip=0.1,
+                rounds=2,
+            )
+            if exchanged is not None:
+                return exchanged, None
+            attempt += 1
+        return None, None
+
+    def _dive(self, root: ColumnGeneration, noise: float) -> NDArray[np.int64] | None:
+        from routepack_opt.solvers.diving import Dive
+
+        return self._to_items(Dive(root, self.goal, self.rng, self.deadline_s, noise=noise).run())
+
+    def _exact(self, root: ColumnGeneration) -> tuple[NDArray[np.int64] | None, tuple[str, str] | None]:
+        """Branch and cut over every pattern that a packing into ``goal`` bins can use, where they are few."""
+        from routepack_opt.solvers import highs
+        from routepack_opt.solvers.diving import take_pattern
+        from routepack_opt.solvers.pattern_enumeration import enumerate_patterns
+
+        root.generate(goal=self.goal, deadline_s=self.deadline_s, max_rounds=2**31, settle=False)
+        weights, heaviest = root.integer_prices()
+        columns = enumerate_patterns(root.lengths, root.counts, weights, self.cap, max_cell=heaviest, goal=self.goal)
+        if columns is None:
+            return None, None
+        limit_s = EXACT_SHARE * (self.deadline_s - time.perf_counter())
+        answer, used = highs.cover_with_patterns(columns, root.counts, self.goal, limit_s)
+        if answer == "impossible":
+            return None, ("HiGHS", highs.version())
+        if answer == "open":
+            return None, None
+        demand, bins = root.counts.copy(), []
+        for j in np.repeat(np.arange(columns.num), used).tolist():
+            span = slice(int(columns.starts[j]), int(columns.starts[j + 1]))
+            copies = columns.value[span].astype(np.int64)
+            bins.append(take_pattern(columns.index[span], copies, demand, root.lengths, self.cap))
+        return self._to_items([b for b in bins if b.size]), None
+
+    def _to_items(self, bins: list[NDArray[np.int64]] | None) -> NDArray[np.int64] | None:
+        """Bins of types -> bin of each item; None when a bin holds too many samples."""
+        if bins is None:
+            return None
+        types = np.concatenate(bins)
+        bin_of = np.repeat(np.arange(len(bins)), [b.size for b in bins])
+        # Items and types both come in decreasing length: the k-th slot in type order takes the k-th item.
+        found = bin_of[np.argsort(types, kind="stable")].astype(np.int64)
+        return found if np.bincount(found, self.counts).max() <= self.max_count else None
 
 
-def _search(
-    root: ColumnGeneration,
-    lengths: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    goal: int,
-    max_count: int,
-    deadline_s: float,
-    rng: np.random.Generator,
-) -> NDArray[np.int64] | None:
-    """Dives and exchange rounds by turns until the deadline."""
-    from routepack_opt.solvers.diving import Dive
-
-    attempt = 0
-    while time.perf_counter() < deadline_s:
-        bins = Dive(root, goal, rng, deadline_s, noise=DIVE_NOISE * min(attempt, 1)).run()
-        if bins is not None:
-            found = _to_items(bins, lengths, root.lengths)
-            if np.bincount(found, counts).max() <= max_count:
-                return found
-        attempt += 1
-        start = bin_packing.fill(
-            lengths, counts, root.cap, max_bins=lengths.size, goal=goal, max_count=max_count, skip=0.1, rng=rng
-        )
-        if start is None or int(start.max()) < goal:
-            return start
-        exchanged = bin_exchange.exchange(
-            lengths,
-            counts,
-            start,
-            root.cap,
-            num_bins=goal,
-            max_count=max_count,
-            rng=rng,
-            max_rounds=2,
-            steps_per_round=ROUND_STEPS,
-        )
-        if exchanged is not None:
-            return exchanged
-    return None
-
-
-def _to_items(
-    bins: list[NDArray[np.int64]], lengths: NDArray[np.int64], distinct: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Bins of types -> bin of each item (equal lengths are interchangeable)."""
-    types = np.concatenate(bins)
-    bin_of = np.repeat(np.arange(len(bins)), [b.size for b in bins])
-    # Items come in decreasing length, as do the types: the k-th slot in type order takes the k-th item.
-    order = np.argsort(types, kind="stable")
-    found = np.empty(lengths.size, dtype=np.int64)
-    found[:] = bin_of[order]
-    return found
+def distinct_lengths(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Distinct lengths, decreasing, and how often each occurs."""
+    distinct, number = np.unique(lengths, return_counts=True)
+    return distinct[::-1].astype(np.int64), number[::-1].astype(np.int64)
 
 
 def _join(
@@ -198,9 +250,3 @@ def _join(
     for k, items in enumerate(fixed):
         bin_of[items] = used + k
     return bin_of
-
-
-def distinct_lengths(lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Distinct lengths, decreasing, and how often each occurs."""
-    distinct, number = np.unique(lengths, return_counts=True)
-    return distinct[::-1].astype(np.int64), number[::-1].astype(np.int64)

@@ -99,7 +99,9 @@ class ColumnGeneration:
         self.pricer.set_counts(demand)
         self.best_prices, self.best_bound = None, 0.0
 
-    def generate(self, *, goal: int, deadline_s: float, max_rounds: int, enough: float = -1.0) -> Round:
+    def generate(
+        self, *, goal: int, deadline_s: float, max_rounds: int, enough: float = -1.0, settle: bool = True
+    ) -> Round:
         """Price until more than ``goal`` bins are proved necessary, or the master cannot prove more, or work runs out.
 
         Parameters
@@ -110,6 +112,8 @@ class ColumnGeneration:
             On the clock of ``time.perf_counter``.
         enough
             Stop as soon as the master's value is at most this.
+        settle
+            Stop as soon as no integer lies between bound and value; else only when no pattern improves.
         """
         result = Round(float("inf"), self.best_bound, np.zeros(0), False)
         for _ in range(max_rounds):
@@ -122,7 +126,7 @@ class ColumnGeneration:
             # The full master lies between bound and value: once no integer separates them, more rounds decide nothing.
             settled = np.ceil(self.best_bound - TOLERANCE) >= np.ceil(value - TOLERANCE)
             result = Round(value, self.best_bound, values[self.num_swaps :], converged)
-            if converged or settled or self.best_bound > goal + TOLERANCE or value <= enough:
+            if converged or (settle and settled) or self.best_bound > goal + TOLERANCE or value <= enough:
                 return result
             self.add(new)
             if time.perf_counter() > deadline_s:
@@ -154,10 +158,18 @@ class ColumnGeneration:
         value = np.concatenate([value for _, value in self.patterns]).astype(np.float64)
         return Columns(np.cumsum([0, *sizes]).astype(np.int64), index.astype(np.int64), value)
 
+    def _cut_prices(self) -> NDArray[np.int64]:
+        prices = np.zeros(self.lengths.size) if self.best_prices is None else self.best_prices
+        return np.floor(prices * PRICE_SCALE).astype(np.int64)
+
+    def integer_prices(self) -> tuple[NDArray[np.int64], int]:
+        """The best prices in integers, and the most a bin can be worth under them (exact)."""
+        weights = self._cut_prices()
+        return weights, bounds.knapsack_max(self.lengths, self.demand, weights, self.cap)
+
     def certificate(self) -> bounds.Certificate:
         """The best bound found for the present demand, re-derived in integers."""
-        prices = np.zeros(self.lengths.size) if self.best_prices is None else self.best_prices
-        weights = np.floor(prices * PRICE_SCALE).astype(np.int64)
+        weights = self._cut_prices()
         shorter_first = slice(None, None, -1)
         return bounds.certify(
             "dual",

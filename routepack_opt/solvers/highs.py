@@ -120,3 +120,43 @@ class CoveringMaster:
         solution = self.highs.getSolution()
         objective = float(self.highs.getInfo().objective_function_value)
         return objective, np.array(solution.row_dual), np.array(solution.col_value)
+
+
+def cover_with_patterns(
+    columns: Columns, demand: NDArray[np.int64], goal: int, time_limit_s: float
+) -> tuple[str, NDArray[np.int64]]:
+    """Cover ``demand`` with at most ``goal`` whole columns, by branch and cut.
+
+    Returns
+    -------
+    "found", "impossible" (HiGHS's word, in floating point) or "open", and the number of times each column is used.
+    """
+    import highspy
+
+    highs = new_highs()
+    num, inf = columns.num, highspy.kHighsInf
+    lower, none = demand.astype(np.float64), np.zeros(0, dtype=np.int32)
+    starts = np.zeros(demand.size, dtype=np.int32)
+    highs.addRows(demand.size, lower, np.full(demand.size, inf), 0, starts, none, np.zeros(0))
+    index = columns.index.astype(np.int32)
+    begin = columns.starts[:-1].astype(np.int32)
+    ones, zeros, upper = np.ones(num), np.zeros(num), np.full(num, float(goal))
+    highs.addCols(num, ones, zeros, upper, index.size, begin, index, columns.value)
+    kinds = np.full(num, highspy.HighsVarType.kInteger)
+    highs.changeColsIntegrality(num, np.arange(num, dtype=np.int32), kinds)
+    highs.setOptionValue("time_limit", max(time_limit_s, 0.0))
+    highs.setOptionValue("objective_target", goal + 0.5)
+    if highs.run() == highspy.HighsStatus.kError:
+        return "open", np.zeros(0, dtype=np.int64)
+    info, status = highs.getInfo(), highs.getModelStatus()
+    used = np.rint(np.array(highs.getSolution().col_value)).astype(np.int64)
+    if used.size == num and int(used.sum()) <= goal:
+        covered = np.zeros(demand.size, dtype=np.int64)
+        owner = np.repeat(np.arange(num), np.diff(columns.starts))
+        np.add.at(covered, columns.index, columns.value.astype(np.int64) * used[owner])
+        if bool((covered >= demand).all()):
+            return "found", used
+    finished = status in (highspy.HighsModelStatus.kOptimal, highspy.HighsModelStatus.kInfeasible)
+    if (finished and info.objective_function_value > goal + 0.5) or info.mip_dual_bound > goal + 0.5:
+        return "impossible", np.zeros(0, dtype=np.int64)
+    return ("impossible" if status == highspy.HighsModelStatus.kInfeasible else "open"), np.zeros(0, dtype=np.int64)
