@@ -184,6 +184,18 @@ def _lpt_anneal(case: Case, budget_s: float, seed: int) -> Answer:
     return Answer(cells, lpt_slots(case), proposals=found.num_scored)
 
 
+def _paper(case: Case, budget_s: float, seed: int) -> Answer:
+    from routepack_opt.compare.paper import paper_pipeline
+
+    return paper_pipeline(case, budget_s, seed)
+
+
+def _prepare_paper() -> None:
+    from routepack_opt.compare import paper
+
+    paper.warmup()
+
+
 def lpt_task(case: Case, rows_s: float, seed: int) -> LayoutTask:
     """The layout task with rows counted and experts placed by LPT."""
     from routepack_opt.models.layout_bounds import averaging_bound
@@ -262,6 +274,13 @@ METHODS: dict[str, Method] = {
         Method("lpt+rows", "LPT placement, our certified row count and its packing", _lpt_rows),
         Method("lpt+pair", "LPT placement, first fit decreasing, cells dealt by the paper's EDPAwarePair", _lpt_pair),
         Method("seeds", "our placement, rows and best seed layout, no search", _seeds),
+        Method(
+            "paper",
+            "the paper's pipeline as printed: LPT kept, its seeds, population annealing, resampling",
+            _paper,
+            searches=True,
+            prepare=_prepare_paper,
+        ),
         Method("lpt+anneal", "LPT placement kept, our annealing of samples", _lpt_anneal, searches=True),
         Method("plan-fixed", "our placement kept, our annealing of samples", _plan_fixed, searches=True),
         Method("plan", "the whole planner: placement and layout refined together", _plan_full, searches=True),
