@@ -20,6 +20,7 @@ COMMANDS = {
     "plan": "window -> plan: experts placed, samples packed, gains and proofs",
     "verify": "re-check every claim of a plan",
     "place": "expert placement alone, in the file formats of inference engines",
+    "certify": "proved row counts of many windows, offline and resumable",
     "compare": "the same windows under several methods: gaps, times, plots",
     "doctor": "what is installed and usable here",
 }
