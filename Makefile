@@ -24,7 +24,7 @@ install-dev: $(VENV)/.installed-dev
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "python >= 3.11 is needed, $(PYTHON) is $$($(PYTHON) --version 2>&1); set PYTHON=..." >&2; exit 1; }
-	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)" >&2; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { echo "creating $(VENV)" >&2; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "installing the package" >&2
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation -e .
