@@ -70,7 +70,11 @@ def build_atoms(window: Window, constraints: Constraints, token_cap: int) -> Ato
     Infeasible
         A sample or atomic group over the cap with ``oversize="error"``, or a group of more samples than a cell may
         hold: names it, its size and the limit that would do.
+    InvalidInput
+        Numbers too large to be summed exactly.
     """
+    if float((window.lengths.astype(np.float64) ** 2).sum()) >= 2.0**62:
+        raise InvalidInput("lengths: their squares sum to over 2^62; expected the tokens of each sample")
     padded = padded_lengths(window.lengths, constraints.pad_multiple)
     groups = constraints.group_numbers(window.group_ids, window.num_samples)
     in_cells = groups is not None and constraints.groups != "rank"

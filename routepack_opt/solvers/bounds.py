@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _U_ALPHA, _HALF, _STEPS, _CARLIER, _PHI = 0, 1, 2, 3, 4
 KINDS = {_U_ALPHA: "l2", _HALF: "l2", _STEPS: "dff", _CARLIER: "dff", _PHI: "dff"}
 MAX_PARAMETERS = 256  # parameters tried per family: the scan stays under a millisecond for 2048 lengths
+LARGEST_TABLE = 1 << 24  # capacity up to which bins are weighed exactly: 128 MiB a table
 MAX_STEPS = 64  # largest k of the step functions u^(k); beyond it the steps are finer than the items
 
 
@@ -143,14 +144,20 @@ def _scan(lengths: Any, counts: Any, cap: int, parameters: Any, max_steps: int) 
 
 
 def knapsack_max(lengths: NDArray[np.int64], counts: NDArray[np.int64], weights: NDArray[np.int64], cap: int) -> int:
-    """Largest weight of a bin: bounded knapsack by dynamic programming over the capacity, exact.
+    """Largest weight of a bin: bounded knapsack by dynamic programming over the capacity.
+
+    Exact, but where the table would take gigabytes: then an upper bound, no token weighing more than the densest.
 
     Parameters
     ----------
     lengths, counts, weights
         int64 [m], lengths >= 1.
     """
-    return int(_knapsack_max(lengths, counts, weights, cap))
+    room = min(cap, int((lengths * counts).sum()))
+    if room > LARGEST_TABLE:
+        densest = max(int(w) * room // int(length) for length, w in zip(lengths, weights, strict=True))
+        return min(densest, int((counts * weights).sum()))
+    return int(_knapsack_max(lengths, counts, weights, room))
 
 
 def certify(
@@ -178,6 +185,8 @@ def function_bound(lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: i
 
     At most 256 parameters a family are tried, spread over the lengths up to half the capacity.
     """
+    if int((lengths * counts).sum()) <= cap:
+        return volume_bound(lengths, counts, cap)
     small = lengths[2 * lengths <= cap]
     if small.size > MAX_PARAMETERS:
         small = small[np.linspace(0, small.size - 1, MAX_PARAMETERS).astype(np.int64)]
