@@ -399,6 +399,7 @@ def test_predicted_counts_are_said(routepack: Callable[..., Result], tmp_path: P
         (["--min-rows", "0"], 2, ["--min-rows"]),
         (["--keep-groups=all"], 2, ["--keep-groups", "'all'"]),
         (["--seed", "x"], 2, ["--seed"]),
+        (["--seed", "-1"], 2, ["--seed", "'-1'"]),
         (["--ep", "3"], 4, ["E = 8", "P = 3", "4"]),
         (["--dp", "5", "--shards", "2"], 4, ["dp 5", "2 shards"]),
         (["--device", "abacus"], 4, ["device", "'abacus'"]),

@@ -78,7 +78,7 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="proposals per chain instead of seconds: the same plan on every machine",
     )
-    search.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices (default 0)")
+    search.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of all random choices (default 0)")
     search.add_argument("--device", default="auto", metavar="D", help="auto (default) or cpu")
 
 
