@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from routepack_opt.compare.summary import failures, summarise, windows_of, without_repeats
+from routepack_opt.compare.summary import failures, figure_text, summarise, windows_of, without_repeats
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,7 +65,7 @@ def compare_table(records: list[Record], facts: Facts) -> str:
         rows = [
             [
                 f"`{e.method}`", f"{e.budget_s:g}" if e.searches else "", f"{e.seconds:.2f}", str(e.rows),
-                f"{e.score:,.1f}", f"{100 * e.gap:.2f}%", f"{e.eta_ep:.4f}", f"{e.peak:,.0f}", e.rows_status,
+                figure_text(e.score), f"{100 * e.gap:.2f}%", f"{e.eta_ep:.4f}", f"{e.peak:,.0f}", e.rows_status,
             ]
             for e in without_repeats(inside) if e.found
         ]  # fmt: skip

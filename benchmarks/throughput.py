@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from routepack_opt.compare.builtin import lpt_task
 from routepack_opt.compare.heuristics import cell_numbers
-from routepack_opt.compare.methods import lpt_task
 from routepack_opt.planner import warmup
 from routepack_opt.solvers.annealing.chain import Chain
 from routepack_opt.solvers.annealing.schedule import Schedule

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from routepack_opt import CostModel, Topology, Window, score
 from routepack_opt.cli import main
+from routepack_opt.compare.builtin import lpt_slots
 from routepack_opt.compare.case import Answer, Case
 from routepack_opt.compare.experiment import Experiment, append_record, read_journal, run_experiment, share_bounds
 from routepack_opt.compare.external import TABLE
 from routepack_opt.compare.heuristics import karmarkar_karp, partition_cells
 from routepack_opt.compare.judge import Judge
-from routepack_opt.compare.methods import METHODS, Method, all_methods, available, find_methods, lpt_slots
+from routepack_opt.compare.methods import METHODS, Method, all_methods, available, find_methods
 from routepack_opt.compare.summary import failures, summarise, without_repeats
 from routepack_opt.errors import Infeasible, InvalidInput, MissingDependency, VerificationError
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routepack_opt import CostModel, Stage, Topology, Window
+from routepack_opt.compare.builtin import lpt_task
 from routepack_opt.compare.case import Case
 from routepack_opt.compare.heuristics import cell_numbers
 from routepack_opt.compare.judge import Judge
-from routepack_opt.compare.methods import METHODS, lpt_task
+from routepack_opt.compare.methods import METHODS
 from routepack_opt.compare.paper import PaperOptions, paper_pipeline, systematic_resample
 from routepack_opt.compare.paper_moves import empty_best, paper_steps
 from routepack_opt.compare.paper_seeds import canonical_form, choose_members, make_seeds, random_best_fit

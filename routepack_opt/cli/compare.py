@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_METHODS = "lpt+ffd,lpt+kk,lpt+anneal,plan-fixed,plan"
+_DEFAULT_METHODS = "lpt+ffd,lpt+kk,paper,plan-fixed,plan"
 _LONG_S = 20.0  # experiments longer than this are announced
 
 DESCRIPTION = """\
@@ -233,6 +233,8 @@ def _report(
 
 
 def _lines(entries: Sequence[Entry]) -> list[list[str]]:
+    from routepack_opt.compare.summary import figure_text
+
     lines = [["method", "budget", "seconds", "rows", "slowest shard", "gap", "over seeds", "eta_EP", "rows status"]]
     for e in entries:
         spread = f"{100 * e.low_gap:.2f}-{100 * e.high_gap:.2f}%" if not e.steady else ""
@@ -242,7 +244,7 @@ def _lines(entries: Sequence[Entry]) -> list[list[str]]:
                 f"{e.budget_s:g}",
                 f"{e.seconds:.3f}",
                 str(e.rows),
-                f"{e.score:,.1f}",
+                figure_text(e.score),
                 f"{100 * e.gap:.2f}%",
                 spread,
                 f"{e.eta_ep:.3f}",

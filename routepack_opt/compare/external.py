@@ -70,7 +70,7 @@ class External:
 
 def _partitioned(function: Any, case: Case) -> Answer:
     """Rows by a function (lengths, parts, equal counts) -> index lists; experts by LPT."""
-    from routepack_opt.compare.methods import lpt_slots
+    from routepack_opt.compare.builtin import lpt_slots
 
     def partition(weights: list[int], num_parts: int, equal_counts: bool) -> list[list[int]]:
         return [[int(i) for i in part] for part in function(weights, num_parts, equal_counts)]

@@ -1,37 +1,15 @@
-"""The named methods: each a function (case, budget_s, seed) -> Answer."""
+"""The named methods, and those that other packages add."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import importlib.util
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from routepack_opt.compare.case import PLAIN, Answer, Case
+from routepack_opt.compare import builtin as runs
+from routepack_opt.compare.case import Answer, Case
 from routepack_opt.compare.external import ENTRY_POINTS, TABLE
-from routepack_opt.compare.heuristics import (
-    as_layout,
-    atoms_and_rows,
-    cell_numbers,
-    ffd_atoms,
-    ffd_cells,
-    partition_cells,
-)
 from routepack_opt.errors import InvalidInput, MissingDependency
-from routepack_opt.models.layout import cells_from_assignment
-from routepack_opt.models.rows import ffd_rows
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from routepack_opt.models.layout_exact import LayoutEngine
-    from routepack_opt.models.layout_search import LayoutTask
-    from routepack_opt.plan import Plan
 
 Run = Callable[[Case, float, int], Answer]
 
@@ -64,236 +42,44 @@ class Method:
     prepare: Callable[[], None] = _always
 
 
-# Placements
-
-
-def identity_slots(case: Case) -> NDArray[np.int64]:
-    """int64 [L, E], slot e holds expert e."""
-    window = case.window
-    return np.tile(np.arange(window.num_experts, dtype=np.int64), (window.num_layers, 1))
-
-
-def lpt_slots(case: Case) -> NDArray[np.int64]:
-    """int64 [L, E], the paper's placement."""
-    from routepack_opt.models.placement import lpt, slots_from_ranks
-
-    return slots_from_ranks(lpt(case.window.total_load, case.topology.ep), case.topology.ep)
-
-
-def our_slots(case: Case) -> NDArray[np.int64]:
-    """int64 [L, E], our window placement, without regard to where experts stand."""
-    from routepack_opt.models.placement import slots_from_ranks, solve_placement
-
-    ranks = solve_placement(case.window.total_load, case.topology.ep).rank_of
-    return slots_from_ranks(ranks, case.topology.ep)
-
-
-# Methods that do one fixed thing
-
-
-def _identity_ffd(case: Case, budget_s: float, seed: int) -> Answer:
-    return Answer(ffd_cells(case), identity_slots(case))
-
-
-def _lpt_ffd(case: Case, budget_s: float, seed: int) -> Answer:
-    return Answer(ffd_cells(case), lpt_slots(case))
-
-
-def _lpt_kk(case: Case, budget_s: float, seed: int) -> Answer:
-    return Answer(partition_cells(case), lpt_slots(case))
-
-
-def _place_ffd(case: Case, budget_s: float, seed: int) -> Answer:
-    return Answer(ffd_cells(case), our_slots(case))
-
-
-def _lpt_rows(case: Case, budget_s: float, seed: int) -> Answer:
-    from routepack_opt.models.rows import solve_rows
-
-    atoms, problem = atoms_and_rows(case)
-    packed = solve_rows(problem, time_limit_s=budget_s, seed=seed).cells
-    return Answer(as_layout(case, atoms, packed), lpt_slots(case))
-
-
-def _lpt_pair(case: Case, budget_s: float, seed: int) -> Answer:
-    from routepack_opt.models.placement import lpt
-    from routepack_opt.models.seeds import edp_aware_pair
-
-    atoms, problem = atoms_and_rows(case)
-    packed = ffd_atoms(problem)
-    dp = case.topology.dp
-    ranks = lpt(case.window.total_load, case.topology.ep)
-    cell_of = edp_aware_pair(atoms, packed, ranks, case.topology, len(packed) // dp)
-    return Answer(cells_from_assignment(atoms, cell_of, len(packed) // dp, dp), lpt_slots(case))
-
-
-# Our planner, whole and in parts
-
-
-def _plan(
-    case: Case,
-    budget_s: float,
-    seed: int,
-    *,
-    co_refine: bool = True,
-    device: str = "cpu",
-    budget_steps: int | None = None,
-) -> Answer:
-    from routepack_opt.planner import plan_window
-
-    plan = plan_window(
-        case.window,
-        case.topology,
-        token_cap=case.token_cap,
-        cost=case.cost,
-        budget_s=budget_s,
-        budget_steps=budget_steps,
-        seed=seed,
-        device=device,
-        co_refine=co_refine,
-    )
-    return answer_of_plan(plan)
-
-
-def answer_of_plan(plan: Plan) -> Answer:
-    """A plan as an answer."""
-    proposals = int(plan.timings.get("proposals", 0))
-    return Answer(plan.cells, plan.logical_to_slot, plan=plan, proposals=proposals, notes=plan.notes)
-
-
-def _plan_full(case: Case, budget_s: float, seed: int) -> Answer:
-    return _plan(case, budget_s, seed)
-
-
-def _plan_fixed(case: Case, budget_s: float, seed: int) -> Answer:
-    return _plan(case, budget_s, seed, co_refine=False)
-
-
-def _seeds(case: Case, budget_s: float, seed: int) -> Answer:
-    return _plan(case, budget_s, seed, budget_steps=0)
-
-
-def _lpt_anneal(case: Case, budget_s: float, seed: int) -> Answer:
-    """The paper's question with our engine: the placement is LPT's and stays, only samples move."""
-    from routepack_opt.models.layout_search import search_layout
-
-    start = time.perf_counter()
-    task = lpt_task(case, 0.2 * budget_s, seed)
-    found = search_layout(task, deadline=start + 0.97 * budget_s, steps=None, seed=seed, refine=False)
-    cells = cells_from_assignment(task.atoms, found.best.cell_of, task.num_rows, case.topology.dp)
-    return Answer(cells, lpt_slots(case), proposals=found.num_scored)
-
-
-def _paper(case: Case, budget_s: float, seed: int) -> Answer:
-    from routepack_opt.compare.paper import paper_pipeline
-
-    return paper_pipeline(case, budget_s, seed)
-
-
-def _prepare_paper() -> None:
-    from routepack_opt.compare import paper
-
-    paper.warmup()
-
-
-def lpt_task(case: Case, rows_s: float, seed: int) -> LayoutTask:
-    """The layout task with rows counted and experts placed by LPT."""
-    from routepack_opt.models.layout_bounds import averaging_bound
-    from routepack_opt.models.layout_search import LayoutTask
-    from routepack_opt.models.placement import lpt, placement_bounds
-    from routepack_opt.models.rows import solve_rows
-
-    atoms, problem = atoms_and_rows(case)
-    load = case.window.total_load
-    ranks = lpt(load, case.topology.ep)
-    bounds, _ = placement_bounds(load, case.topology.ep)
-    return LayoutTask(
-        window=case.window,
-        topology=case.topology,
-        token_cap=case.token_cap,
-        cost=case.cost,
-        constraints=PLAIN,
-        atoms=atoms,
-        rows_problem=problem,
-        cells=solve_rows(problem, time_limit_s=rows_s, seed=seed).cells,
-        rank_of=ranks,
-        lpt_ranks=ranks,
-        standing=ranks,
-        bound=averaging_bound(case.window.lengths, bounds, case.topology, case.token_cap, case.cost).value,
-    )
-
-
-# Exact solvers, the placement fixed
-
-_MOST_ENTRIES = 400_000  # of the exact model's matrix; beyond, building it takes seconds and solving it forever
-
-
-def _exact(case: Case, budget_s: float, seed: int, engine: LayoutEngine) -> Answer:
-    """LPT placement kept; started from first fit decreasing where that has as many rows."""
-    from routepack_opt.models.layout_exact import solve_layout_exact
-
-    start = time.perf_counter()
-    task = lpt_task(case, 0.2 * budget_s, seed)
-    n, num_layers, _ = task.atoms.demand.shape
-    entries = n * len(task.cells) * (num_layers * case.topology.ep + n // 2)
-    if entries > _MOST_ENTRIES:
-        raise InvalidInput(f"window: too large for an exact model ({entries:,} entries; at most {_MOST_ENTRIES:,})")
-    packed = ffd_rows(task.rows_problem)
-    cells = packed if packed is not None and len(packed) == len(task.cells) else task.cells
-    hint = cell_numbers(cells, n)
-    left_s = max(0.0, budget_s - (time.perf_counter() - start))
-    found = solve_layout_exact(task, engine=engine, time_limit_s=left_s, seed=seed, hint=hint)
-    best = hint if found.cell_of is None else found.cell_of
-    layout = cells_from_assignment(task.atoms, best, task.num_rows, case.topology.dp)
-    notes = (f"{found.solver} {found.version}: {found.status}", *((found.note,) if found.note else ()))
-    return Answer(layout, lpt_slots(case), fixed_bound=found.bound, notes=notes)
-
-
-def _import_solvers() -> None:
-    from routepack_opt.models import layout_exact  # noqa: F401
-
-    for name in ("ortools.sat.python.cp_model", "highspy"):
-        importlib.import_module(name)
-
-
-def _cp_sat(case: Case, budget_s: float, seed: int) -> Answer:
-    return _exact(case, budget_s, seed, "cp-sat")
-
-
-def _highs(case: Case, budget_s: float, seed: int) -> Answer:
-    return _exact(case, budget_s, seed, "highs")
-
-
 METHODS: dict[str, Method] = {
     m.name: m
     for m in (
-        Method("identity+ffd", "experts where they stand, first fit decreasing", _identity_ffd),
-        Method("lpt+ffd", "LPT placement, first fit decreasing", _lpt_ffd),
-        Method("lpt+kk", "LPT placement, Karmarkar-Karp to ranks and rows (as verl and slime balance)", _lpt_kk),
-        Method("place+ffd", "our window placement, first fit decreasing", _place_ffd),
-        Method("lpt+rows", "LPT placement, our certified row count and its packing", _lpt_rows),
-        Method("lpt+pair", "LPT placement, first fit decreasing, cells dealt by the paper's EDPAwarePair", _lpt_pair),
-        Method("seeds", "our placement, rows and best seed layout, no search", _seeds),
+        Method("identity+ffd", "experts where they stand, first fit decreasing", runs.identity_ffd),
+        Method("lpt+ffd", "LPT placement, first fit decreasing", runs.lpt_ffd),
+        Method("lpt+kk", "LPT placement, Karmarkar-Karp to ranks and rows (as verl and slime balance)", runs.lpt_kk),
+        Method("place+ffd", "our window placement, first fit decreasing", runs.place_ffd),
+        Method("lpt+rows", "LPT placement, our certified row count and its packing", runs.lpt_rows),
+        Method(
+            "lpt+pair", "LPT placement, first fit decreasing, cells dealt by the paper's EDPAwarePair", runs.lpt_pair
+        ),
+        Method("seeds", "our placement, rows and best seed layout, no search", runs.seeds),
         Method(
             "paper",
             "the paper's pipeline as printed: LPT kept, its seeds, population annealing, resampling",
-            _paper,
+            runs.paper,
             searches=True,
-            prepare=_prepare_paper,
+            prepare=runs.prepare_paper,
         ),
-        Method("lpt+anneal", "LPT placement kept, our annealing of samples", _lpt_anneal, searches=True),
-        Method("plan-fixed", "our placement kept, our annealing of samples", _plan_fixed, searches=True),
-        Method("plan", "the whole planner: placement and layout refined together", _plan_full, searches=True),
+        Method("lpt+anneal", "LPT placement kept, our annealing of samples", runs.lpt_anneal, searches=True),
+        Method("plan-fixed", "our placement kept, our annealing of samples", runs.plan_fixed, searches=True),
+        Method("plan", "the whole planner: placement and layout refined together", runs.plan_full, searches=True),
+        Method("plan-cuda", "the whole planner on a CUDA device", runs.plan_cuda, runs.no_cuda, searches=True),
         Method(
             "cp-sat",
             "LPT placement kept, exact model in CP-SAT (small windows)",
-            _cp_sat,
+            runs.cp_sat,
             _always,
             True,
-            _import_solvers,
+            runs.import_solvers,
         ),
         Method(
-            "highs", "LPT placement kept, exact model in HiGHS (small windows)", _highs, _always, True, _import_solvers
+            "highs",
+            "LPT placement kept, exact model in HiGHS (small windows)",
+            runs.highs,
+            _always,
+            True,
+            runs.import_solvers,
         ),
         *(Method(e.name, e.about, e.run, e.missing) for e in TABLE),
     )

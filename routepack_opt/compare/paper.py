@@ -63,7 +63,7 @@ class PaperOptions:
 
 def paper_pipeline(case: Case, budget_s: float, seed: int, options: PaperOptions | None = None) -> Answer:
     """Seeds, members, annealing with resampling, best state by exact score; never worse than the best seed."""
-    from routepack_opt.compare.methods import lpt_task
+    from routepack_opt.compare.builtin import lpt_task
 
     options = options or PaperOptions()
     start = time.perf_counter()

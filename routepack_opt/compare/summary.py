@@ -119,6 +119,11 @@ def longest_budget(entries: Iterable[Entry]) -> list[Entry]:
     return list(last.values())
 
 
+def figure_text(value: float) -> str:
+    """A figure of the score for a table: five digits at least, thousands set apart."""
+    return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.5g}"
+
+
 def _entry(window: str, method: str, budget_s: float, group: list[dict[str, Any]]) -> Entry:
     done = [record for record in group if record["score"] is not None]
     errors = [record["error"] for record in group if record["score"] is None]

@@ -8,7 +8,7 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 from routepack_opt import __version__
-from routepack_opt.compare.summary import failures, summarise, windows_of, without_repeats
+from routepack_opt.compare.summary import failures, figure_text, summarise, windows_of, without_repeats
 from routepack_opt.errors import MissingDependency
 from routepack_opt.files import atomic_writer
 from routepack_opt.report import html
@@ -104,13 +104,13 @@ def _cells(e: Entry, kept: bool) -> list[str]:
         f"{e.budget_s:g}",
         f"{e.seconds:.3f}",
         str(e.rows),
-        f"{e.score:,.1f}",
+        figure_text(e.score),
         f"{100 * e.gap:.2f}",
         spread,
         *((f"{100 * e.fixed_gap:.2f}",) if kept else ()),
         f"{e.eta_ep:.4f}",
-        f"{e.attention:,.1f}",
-        f"{e.experts:,.1f}",
+        figure_text(e.attention),
+        figure_text(e.experts),
         f"{e.peak_sum:,.0f}",
         f"{e.peak:,.0f}",
         f"{e.rank_cv:.5f}",
