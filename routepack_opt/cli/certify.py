@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help=f"seconds for each case (default {_DEFAULT_LIMIT_S:g})",
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices (default 0)")
+    parser.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of all random choices (default 0)")
     where = parser.add_argument_group("where it runs").add_mutually_exclusive_group()
     where.add_argument("--jobs", type=positive, default=1, metavar="N", help="worker processes (default 1)")
     where.add_argument("--ray", metavar="ADDR", help="on a Ray cluster that is up: auto, host:port or ray://host:port")

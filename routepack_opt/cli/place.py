@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give layers above their bound to CP-SAT for so long in all",
     )
     work.add_argument("--next", metavar="LOADS", help="also measure the table on these loads")
-    work.add_argument("--seed", type=int, default=0, metavar="N", help="of all random choices (default 0)")
+    work.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of all random choices (default 0)")
 
 
 def run(options: argparse.Namespace) -> int:
