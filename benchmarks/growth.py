@@ -26,7 +26,7 @@ def measure(values: dict[str, int], repeats: int) -> dict[str, Any]:
     dp = values["P"] * values["G"]
     cap = 8192
     # four rows' worth of tokens, so that N and not the row count is what grows
-    mean = min(0.97 * 4 * dp * cap / values["N"], 0.25 * cap)
+    mean = min(0.97 * 4 * dp * cap / values["N"], 0.5 * cap)
     preset = replace(
         PRESETS["tiny"],
         num_samples=values["N"],

@@ -182,7 +182,7 @@ def growth_table(results: list[Record], facts: Facts) -> str:
 
 def growth_figure(results: list[Record]) -> str:
     """SVG: planning time against each size, relative to its smallest value."""
-    from routepack_opt.report.figures import colours, finish, markers, new_axes, to_svg
+    from routepack_opt.report.figures import colours, finish, markers, new_axes, plain_numbers, to_svg
 
     names = list(dict.fromkeys(r["varied"] for r in results))
     colour, marker = colours(names), markers(names)
@@ -194,6 +194,8 @@ def growth_figure(results: list[Record]) -> str:
         ax.plot(x, [r["steps_s"] for r in points], marker=marker[name], color=colour[name], ls=":", lw=1.2)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
+    plain_numbers(ax.xaxis, (1.0,), base=2)
+    plain_numbers(ax.yaxis, (1.0, 2.0, 5.0))
     ax.legend(fontsize=8, frameon=False)
     finish(ax, "Planning time (dotted: with proposals)", "size, times its smallest value", "seconds")
     svg = to_svg(ax, "growth", "planning time against sizes")

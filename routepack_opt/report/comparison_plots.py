@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from routepack_opt.compare.summary import longest_budget, without_repeats
-from routepack_opt.report.figures import INK, colours, finish, markers, new_axes, seconds_axis
+from routepack_opt.report.figures import INK, colours, finish, markers, new_axes, plain_numbers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ def plot_gap_over_time(entries: Sequence[Entry], ax: Axes | None = None) -> Axes
             low, high = [100 * e.low_gap for e in points], [100 * e.high_gap for e in points]
             ax.fill_between(seconds, low, high, color=colour[name], alpha=0.15, lw=0)
     ax.set_xscale("log")
-    seconds_axis(ax)
+    plain_numbers(ax.xaxis)
     ax.set_ylim(bottom=0)
     finish(ax, "Gap over time", "seconds the method took", "above the best bound, %")
     if ax.get_legend_handles_labels()[0]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 INK, SOFT, LINE = "#1d2329", "#59636e", "#d8dee4"
@@ -52,13 +53,13 @@ def finish(ax: Axes, title: str, x: str = "", y: str = "", grid: str = "both") -
     return ax
 
 
-def seconds_axis(ax: Axes) -> None:
-    """Plain numbers at 1 and 3 of every power of ten on a logarithmic x axis."""
+def plain_numbers(axis: Axis, steps: tuple[float, ...] = (1.0, 3.0), base: float = 10.0) -> None:
+    """Plain numbers at ``steps`` of every power of ``base`` on a logarithmic axis."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    ax.xaxis.set_major_locator(LogLocator(10, subs=(1.0, 3.0)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_locator(LogLocator(base, subs=steps))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
