@@ -45,7 +45,7 @@ def exhaustive(
     if any(choices is None for choices in placements):
         return None
     layouts = _layouts(problem, cells_may_move, rank_groups)
-    if layouts is None or layouts.shape[0] == 0:
+    if layouts is None:
         return None
     num_x = problem.num_rows * len(problem.shards)
     choices_of = [choices for choices in placements if choices is not None]
@@ -67,7 +67,7 @@ def exhaustive(
 def _layouts(
     problem: ChainProblem, cells_may_move: bool, rank_groups: NDArray[np.int64] | None
 ) -> NDArray[np.int64] | None:
-    """int64 [S, n], feasible cell numbers, one of each class of equal layouts; None when there are too many.
+    """int64 [S, n], feasible cell numbers, one of each class of equal layouts; None when there are too many, or none.
 
     Atom by atom, longest first. Rows are alike, and so are the cells of a row-shard: of those still empty only the
     first may be opened.
@@ -103,7 +103,7 @@ def _layouts(
         samples[index, cell] += problem.samples[atom]
         enough = (samples == 0).sum(axis=1) < num_atoms - done
         cells, padded, samples = cells[enough], padded[enough], samples[enough]
-        if cells.shape[0] > _MAX_LAYOUTS:
+        if not 0 < cells.shape[0] <= _MAX_LAYOUTS:
             return None
     return cells
 
