@@ -29,8 +29,9 @@ _HEADER = ("method", "budget, s", "seconds", "rows", "slowest shard", "gap, %", 
            "eta_EP", "attention", "experts", "peak sum", "peak", "rank CV", "rows status")  # fmt: skip
 _LEGEND = (
     "gap: above the best bound for any placement; placement kept, where an exact solver proved one: above the best"
-    " bound for the method's own placement; attention, experts: summed over rows and shards; peak sum: assignments of the fullest rank summed over rows and"
-    " layers; peak: the largest rank load of one row and layer; rank CV: of the window's rank loads."
+    " bound for the method's own placement; attention, experts: summed over rows and shards; peak sum: assignments of"
+    " the fullest rank summed over rows and layers; peak: the largest rank load of one row and layer; rank CV: of the"
+    " window's rank loads."
 )
 
 
@@ -80,10 +81,11 @@ def _methods(experiment: Experiment) -> str:
 def _facts(experiment: Experiment, window: str) -> str:
     case = next(c for c in experiment.cases if c.name == window)
     shape, topology = case.window, case.topology
+    shards = "1 EDP shard" if topology.num_shards == 1 else f"{topology.num_shards} EDP shards"
     stages = ", ".join(f"{s.name} alpha {s.alpha:g} beta {s.beta:g}" for s in case.cost.stages)
     return (
         f'<p class="soft">{shape.num_samples:,} samples, {int(shape.lengths.sum()):,} tokens, {shape.num_layers} MoE'
-        f" layers x {shape.num_experts} experts; {topology.dp} DP ranks, {topology.num_shards} EDP shard{'s' * (topology.num_shards > 1)} of"
+        f" layers x {shape.num_experts} experts; {topology.dp} DP ranks, {shards} of"
         f" {topology.ep} EP ranks, token cap {case.token_cap:,}; cost {html.text(stages)}.</p>"
     )
 
