@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routepack_opt.errors import Infeasible, dummy_samples_needed
-from routepack_opt.models.rows_layout import Sorted, arrange, group_layout, pack_bins, to_cells
+from routepack_opt.models.rows_layout import Sorted, arrange, group_layout, packings, to_cells
 from routepack_opt.solvers import bin_exchange, bin_packing, bounds, pattern_enumeration, pricing
 from routepack_opt.solvers.bin_decision import decide, quick_pack
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-NUM_RANDOM_FILLS = 3  # randomised subset fillings before the exchange rung
+NUM_EQUAL_FILLS = 3  # randomised subset fillings tried when every rank needs equally many samples
 EXCHANGE_WORK = 200_000  # atoms x tabu steps of the exchange rung, some 10 ms
 
 
@@ -153,8 +153,8 @@ class _Ladder:
         total = int((weights * self.counts).sum())
         return bounds.Certificate(kind, self.problem.cap, self.lengths, weights, limit, -(-total // limit))
 
-    def _raise_bound(self, certificate: bounds.Certificate) -> None:
-        if certificate.bins > self.best.bins:
+    def _raise_bound(self, certificate: bounds.Certificate | None) -> None:
+        if certificate is not None and certificate.bins > self.best.bins:
             self.best = certificate
 
     def climb(self) -> RowsResult:
@@ -162,21 +162,22 @@ class _Ladder:
         problem = self.problem
         check_enough_samples(problem, self.lower_bound)
         rows = self.lower_bound
-        cells = self._layout(rows, self._cheap_bins(rows, num_random=0))
+        cells = self._cheap(rows)
         if cells is None:
-            self._raise_bound(bounds.function_bound(self.lengths, self.counts, problem.cap))
+            self._raise_bound(bounds.function_bound(self.lengths, self.counts, problem.cap, above=self.best.bins))
             check_enough_samples(problem, self.lower_bound)
-            rows = self.lower_bound
-            cells = self._layout(rows, self._cheap_bins(rows, num_random=NUM_RANDOM_FILLS))
+            if self.lower_bound > rows:
+                rows = self.lower_bound
+                cells = self._cheap(rows)
         while cells is None:
-            cells = self._layout(rows, self._hard_bins(rows))
+            cells = self._hard(rows)
             if cells is not None:
                 break
             rows = max(rows + problem.row_multiple, self.lower_bound)
             check_enough_samples(problem, self.lower_bound)
             if rows * problem.num_ranks > problem.tokens.size:
                 break
-            cells = self._layout(rows, self._cheap_bins(rows, num_random=1))
+            cells = self._cheap(rows)
         if cells is None or rows > self.lower_bound:
             ffd = ffd_rows(problem)  # now and then plain FFD has the luck that cleverer packings lack
             if ffd is not None and (cells is None or len(ffd) < rows * problem.num_ranks):
@@ -185,62 +186,54 @@ class _Ladder:
             raise self._no_layout(rows)
         return self._result(rows, to_cells(self.atoms, cells, rows * problem.num_ranks))
 
-    def _cheap_bins(self, rows: int, *, num_random: int) -> NDArray[np.int64] | None:
-        """Bins of the sorted atoms for ``rows`` rows by heuristics with a fixed amount of work."""
-        num_cells = rows * self.problem.num_ranks
-        if self.problem.rank_groups is not None:
-            return None
-        if num_cells == self.problem.tokens.size:
-            return np.arange(num_cells, dtype=np.int64)
-        return pack_bins(self.atoms, num_cells, self.rng, num_random=num_random)
-
-    def _hard_bins(self, rows: int) -> NDArray[np.int64] | None:
-        """The rungs that ask whether ``rows`` rows are possible at all; raises the bound when they are not."""
-        atoms, regular = self.atoms, slice(self.atoms.num_alone, None)
-        goal = rows * self.problem.num_ranks - atoms.num_alone
-        if goal < 1 or self.problem.tokens.size == atoms.num_alone:
-            return None
-        if self.problem.rank_groups is None:
-            steps = int(np.clip(EXCHANGE_WORK // self.problem.tokens.size, 50, 400))
-            found = quick_pack(
-                atoms.tokens[regular],
-                atoms.samples[regular],
-                atoms.cap,
-                goal,
-                max_count=atoms.max_samples,
-                rng=self.rng,
-                steps=steps,
-            )
-            if found is not None:
-                return atoms.with_alone(found)
-        if self.time_left_s() <= 0:
-            return None
-        decision = decide(
-            atoms.tokens[regular],
-            atoms.samples[regular],
-            atoms.cap,
-            goal,
-            max_count=atoms.max_samples,
-            deadline_s=self.start_s + self.time_limit_s,
-            rng=self.rng,
-        )
-        if decision.refutation is not None:
-            self._raise_bound(decision.refutation)
-        if decision.solver is not None:
-            self.solver, self.solver_bins = decision.solver, goal + 1
-        return atoms.with_alone(decision.bin_of)
-
-    def _layout(self, rows: int, bin_of: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
-        """Cells that meet every constraint from bins; None when there are no bins or they cannot be dealt."""
-        problem = self.problem
+    def _cheap(self, rows: int) -> NDArray[np.int64] | None:
+        """Cells for ``rows`` rows by heuristics with a fixed amount of work."""
+        problem, num_cells = self.problem, rows * self.problem.num_ranks
         if problem.rank_groups is not None:
             groups = problem.rank_groups[self.atoms.order]
             even = problem.equal_samples_per_rank
             return group_layout(self.atoms, groups, rows, problem.num_ranks, even=even, rng=self.rng)
-        if bin_of is None:
+        if num_cells == problem.tokens.size:
+            return self._deal(rows, np.arange(num_cells, dtype=np.int64))
+        # Equal counts are sometimes within reach of one packing and not of another: try several.
+        num_random = NUM_EQUAL_FILLS if problem.equal_samples_per_rank else 0
+        for bin_of in packings(self.atoms, num_cells, self.rng, num_random=num_random):
+            cells = self._deal(rows, bin_of)
+            if cells is not None:
+                return cells
+        return None
+
+    def _hard(self, rows: int) -> NDArray[np.int64] | None:
+        """Cells by the rungs that ask whether ``rows`` rows are possible at all; raises the bound when they are not."""
+        atoms, regular = self.atoms, slice(self.atoms.num_alone, None)
+        goal = rows * self.problem.num_ranks - atoms.num_alone
+        if goal < 1 or self.problem.tokens.size == atoms.num_alone:
             return None
-        cells, spread = arrange(self.atoms, bin_of, rows, problem.num_ranks)
-        return None if problem.equal_samples_per_rank and spread > 0 else cells
+        items = (atoms.tokens[regular], atoms.samples[regular], atoms.cap, goal)
+        if self.problem.rank_groups is None:
+            steps = int(np.clip(EXCHANGE_WORK // self.problem.tokens.size, 50, 400))
+            cells = self._deal(rows, quick_pack(*items, max_count=atoms.max_samples, rng=self.rng, steps=steps))
+            if cells is not None:
+                return cells
+        if self.time_left_s() <= 0:
+            return None
+        deadline_s = self.start_s + self.time_limit_s
+        decision = decide(*items, max_count=atoms.max_samples, deadline_s=deadline_s, rng=self.rng)
+        if decision.refutation is not None:
+            self._raise_bound(decision.refutation)
+        if decision.solver is not None:
+            self.solver, self.solver_bins = decision.solver, goal + 1
+        return None if self.problem.rank_groups is not None else self._deal(rows, decision.bin_of)
+
+    def _deal(self, rows: int, regular: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+        """Cells that meet every constraint from bins of all atoms or of those within the cap; None when it fails."""
+        problem = self.problem
+        if regular is None:
+            return None
+        bin_of = regular if regular.size == problem.tokens.size else self.atoms.with_alone(regular)
+        equal = problem.equal_samples_per_rank
+        cells, spread = arrange(self.atoms, bin_of, rows, problem.num_ranks, equal_samples=equal)
+        return None if equal and spread > 0 else cells
 
     def _no_layout(self, rows: int) -> Infeasible:
         problem = self.problem
@@ -304,11 +297,10 @@ def ffd_rows(problem: RowsProblem) -> list[list[int]] | None:
     """
     atoms = Sorted.of(problem)
     tokens, samples = atoms.tokens[atoms.num_alone :], atoms.samples[atoms.num_alone :]
-    bin_of = atoms.with_alone(
-        bin_packing.fit(tokens, samples, problem.cap, max_bins=max(tokens.size, 1), max_count=atoms.max_samples)
-    )
-    if bin_of is None:
+    regular = bin_packing.fit(tokens, samples, problem.cap, max_bins=max(tokens.size, 1), max_count=atoms.max_samples)
+    if regular is None:
         return None
+    bin_of = atoms.with_alone(regular)
     rows = problem.rows_for(int(bin_of.max()) + 1)
     while rows * problem.num_ranks <= problem.tokens.size:
         if problem.rank_groups is not None:
@@ -370,9 +362,9 @@ def pack_into(problem: RowsProblem, rows: int, *, seed: int) -> list[list[int]] 
                 skip=0.1 * attempt,
                 rng=rng,
             )
-        bin_of = atoms.with_alone(bins)
-        if bin_of is None:
+        if bins is None:
             continue
+        bin_of = atoms.with_alone(bins)
         cells, spread = arrange(atoms, bin_of, rows, problem.num_ranks, equal_samples=problem.equal_samples_per_rank)
         if not problem.equal_samples_per_rank or spread == 0:
             return to_cells(atoms, cells, num_cells)

@@ -12,11 +12,14 @@ from routepack_opt.solvers import bin_packing
 from routepack_opt.solvers.rank_balance import balance_ranks
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from numpy.typing import NDArray
 
     from routepack_opt.models.rows import RowsProblem
 
 GROUP_TRIES = 40  # shuffled group-to-rank assignments tried per row count
+RANDOM_SKIP = 0.1  # chance that a randomised subset filling passes over an item
 
 
 @dataclass(frozen=True)
@@ -57,9 +60,9 @@ class Sorted:
             bin_packing.NO_LIMIT if limit is None else limit,
         )
 
-    def with_alone(self, regular: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+    def with_alone(self, regular: NDArray[np.int64]) -> NDArray[np.int64]:
         """bin_of of the regular atoms -> of all atoms, those over the cap in the first bins."""
-        if regular is None or not self.num_alone:
+        if not self.num_alone:
             return regular
         return np.concatenate((np.arange(self.num_alone, dtype=np.int64), regular + self.num_alone))
 
@@ -75,7 +78,7 @@ def to_cells(atoms: Sorted, bin_of: NDArray[np.int64], num_cells: int) -> list[l
     return cells
 
 
-_WISHED_MOVES = 64  # moves spent on even sample counts when they are only a wish
+_WISHED_TRIES = 64  # pairs of ranks looked at for even sample counts when they are only a wish
 
 
 def arrange(
@@ -100,8 +103,8 @@ def arrange(
     )
     cells = cell_of_bin[bins]
     limits = {"cap": atoms.cap, "max_count": atoms.max_samples, "num_ranks": num_ranks, "num_bins": num_cells}
-    max_moves = None if equal_samples else _WISHED_MOVES
-    return cells, balance_ranks(atoms.tokens, atoms.samples, cells, max_moves=max_moves, **limits)
+    max_tries = None if equal_samples else _WISHED_TRIES
+    return cells, balance_ranks(atoms.tokens, atoms.samples, cells, max_tries=max_tries, **limits)
 
 
 def split_bins(bin_of: NDArray[np.int64], num_bins: int) -> NDArray[np.int64]:
@@ -197,27 +200,34 @@ def _pack_ranks(
 
 
 def pack_bins(atoms: Sorted, num_bins: int, rng: np.random.Generator, *, num_random: int) -> NDArray[np.int64] | None:
-    """A packing into at most ``num_bins`` bins by rising effort: balanced, first fit, best fit, subset filling."""
+    """The first of :func:`packings`, or None."""
+    return next(packings(atoms, num_bins, rng, num_random=num_random), None)
+
+
+def packings(atoms: Sorted, num_bins: int, rng: np.random.Generator, *, num_random: int) -> Iterator[NDArray[np.int64]]:
+    """Packings into at most ``num_bins`` bins by rising effort: balanced, first fit, best fit, subset filling."""
     tokens, samples = atoms.tokens[atoms.num_alone :], atoms.samples[atoms.num_alone :]
     room = num_bins - atoms.num_alone
     if room < 0 or (room == 0 and tokens.size):
-        return None
+        return
     if not tokens.size:
-        return atoms.with_alone(np.zeros(0, dtype=np.int64))
+        yield np.arange(atoms.num_alone, dtype=np.int64)
+        return
     even = min(atoms.max_samples, -(-int(samples.sum()) // room))
-    found = bin_packing.fit(tokens, samples, atoms.cap, max_bins=room, max_count=even, rule=bin_packing.LEAST_LOADED)
-    for rule in (bin_packing.LEAST_LOADED, bin_packing.FIRST_FIT, bin_packing.BEST_FIT):
-        if found is None:
-            found = bin_packing.fit(tokens, samples, atoms.cap, max_bins=room, max_count=atoms.max_samples, rule=rule)
+    rules = (
+        (bin_packing.LEAST_LOADED, even),
+        (bin_packing.LEAST_LOADED, atoms.max_samples),
+        (bin_packing.FIRST_FIT, atoms.max_samples),
+        (bin_packing.BEST_FIT, atoms.max_samples),
+    )
+    for rule, limit in rules:
+        found = bin_packing.fit(tokens, samples, atoms.cap, max_bins=room, max_count=limit, rule=rule)
+        if found is not None:
+            yield atoms.with_alone(found)
     for attempt in range(num_random + 1):
-        if found is None:
-            found = bin_packing.fill(
-                tokens,
-                samples,
-                atoms.cap,
-                max_bins=room,
-                max_count=atoms.max_samples,
-                skip=0.1 * min(attempt, 1),
-                rng=rng,
-            )
-    return atoms.with_alone(found)
+        skip = RANDOM_SKIP * min(attempt, 1)
+        found = bin_packing.fill(
+            tokens, samples, atoms.cap, max_bins=room, max_count=atoms.max_samples, skip=skip, rng=rng
+        )
+        if found is not None:
+            yield atoms.with_alone(found)

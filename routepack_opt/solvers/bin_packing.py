@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FIRST_FIT, BEST_FIT, LEAST_LOADED = 0, 1, 2
-NO_LIMIT = 2**62
+NO_LIMIT = 2**40  # far above any sample count, and sums of it stay far below int64
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]

@@ -109,6 +109,12 @@ def _weight(family: int, parameter: int, x: int, cap: int) -> int:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _fill_weights(family: int, parameter: int, lengths: Any, cap: int, weights: Any) -> None:
+    for i in range(lengths.shape[0]):
+        weights[i] = _weight(family, parameter, lengths[i], cap)
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
 def _capacity(family: int, parameter: int, cap: int) -> int:
     if family == 0:
         return cap
@@ -180,8 +186,10 @@ def fill_bound(lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int) 
     return certify("volume", lengths, counts, lengths, cap)
 
 
-def function_bound(lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int) -> Certificate:
-    """Best of the L2 bound and the dual-feasible functions, re-proved by the knapsack.
+def function_bound(
+    lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int, *, above: int = -1
+) -> Certificate | None:
+    """Best of the L2 bound and the dual-feasible functions, re-proved by the knapsack; None if not over ``above``.
 
     At most 256 parameters a family are tried, spread over the lengths up to half the capacity.
     """
@@ -191,8 +199,11 @@ def function_bound(lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: i
     if small.size > MAX_PARAMETERS:
         small = small[np.linspace(0, small.size - 1, MAX_PARAMETERS).astype(np.int64)]
     parameters = np.unique(np.concatenate((small, np.array([max(cap // 3, 1), max(cap // 4, 1)], dtype=np.int64))))
-    _, family, parameter = _scan(lengths, counts, cap, parameters, min(MAX_STEPS, max(cap - 1, 1)))
-    weights = np.array([_weight(family, parameter, int(x), cap) for x in lengths], dtype=np.int64)
+    bins, family, parameter = _scan(lengths, counts, cap, parameters, min(MAX_STEPS, max(cap - 1, 1)))
+    if bins <= above:
+        return None
+    weights = np.empty_like(lengths)
+    _fill_weights(family, parameter, lengths, cap, weights)
     return certify(KINDS[int(family)], lengths, counts, weights, cap)
 
 

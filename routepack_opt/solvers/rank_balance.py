@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_PAIRS = 256  # item pairs looked at per rank pair in the two-for-one move
+MAX_ITEMS = 64  # of the shortest items of the fuller rank
 
 
 @dataclass
@@ -53,7 +54,7 @@ def balance_ranks(
     max_count: int,
     num_ranks: int,
     num_bins: int,
-    max_moves: int | None = None,
+    max_tries: int | None = None,
 ) -> int:
     """Even out the samples per rank, in place; returns the spread that is left (1 or 0 when it succeeded).
 
@@ -63,18 +64,19 @@ def balance_ranks(
         int64 [n] in decreasing length; lengths may exceed ``cap``, such items stay alone in their bin.
     bin_of
         int64 [n], bin b belongs to rank ``b % num_ranks``.
-    max_moves
-        Stop after this many moves, for callers to whom even counts are only a wish; None: until nothing helps.
+    max_tries
+        Stop after looking at this many pairs of ranks, for callers to whom even counts are only a wish; None: until
+        nothing helps.
     """
     load = np.bincount(bin_of, lengths, num_bins).astype(np.int64)
     held = np.bincount(bin_of, counts, num_bins).astype(np.int64)
     size = np.bincount(bin_of, minlength=num_bins).astype(np.int64)
     state = _State(lengths, counts, bin_of, load, held, size, cap, max_count, num_ranks)
     total = held.reshape(-1, num_ranks).sum(axis=0)
-    num_moves = 0
-    while total.max() - total.min() > 1 and (max_moves is None or num_moves < max_moves):
-        num_moves += 1
-        moved = _one_move(state, total)
+    tries_left = 2**62 if max_tries is None else max_tries
+    while total.max() - total.min() > 1 and tries_left > 0:
+        moved, tries = _one_move(state, total, tries_left)
+        tries_left -= tries
         if moved is None:
             break
         high, low, change = moved
@@ -83,12 +85,12 @@ def balance_ranks(
     return int(total.max() - total.min())
 
 
-def _one_move(state: _State, total: NDArray[np.int64]) -> tuple[int, int, int] | None:
-    """The first move found between the fullest rank and another, else between another and the emptiest."""
+def _one_move(state: _State, total: NDArray[np.int64], max_tries: int) -> tuple[tuple[int, int, int] | None, int]:
+    """The first move between the fullest rank and another, else between another and the emptiest; pairs looked at."""
     order = np.argsort(total, kind="stable")
     highest, lowest = int(order[-1]), int(order[0])
     pairs = [(highest, int(d)) for d in order[:-1]] + [(int(d), lowest) for d in order[-2:0:-1]]
-    for high, low in pairs:
+    for tries, (high, low) in enumerate(pairs[:max_tries], 1):
         gap = int(total[high] - total[low])
         if gap < 2:
             continue
@@ -98,8 +100,8 @@ def _one_move(state: _State, total: NDArray[np.int64]) -> tuple[int, int, int] |
             or _two_for_one(state, high, low, gap)
         )
         if change:
-            return high, low, change
-    return None
+            return (high, low, change), tries
+    return None, len(pairs)
 
 
 def _swap_bins(state: _State, high: int, low: int, gap: int) -> int:
@@ -136,7 +138,7 @@ def _move_item(state: _State, high: int, low: int, gap: int) -> int:
 
 
 def _two_for_one(state: _State, high: int, low: int, gap: int) -> int:
-    items, others = state.items(high), state.items(low)
+    items, others = state.items(high)[-MAX_ITEMS:], state.items(low)
     bins = state.bin_of[items]
     first, second = np.nonzero(np.triu(bins[:, None] == bins[None, :], 1))
     if not first.size or not others.size:
