@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.models.layout_bounds import LayoutBound as LayoutBound  # until compare/ names the new home
+from routepack_opt.models.layout_bounds import LayoutBound as LayoutBound  # kept under its first address too
 from routepack_opt.models.layout_bounds import averaging_bound as averaging_bound
 
 if TYPE_CHECKING:
