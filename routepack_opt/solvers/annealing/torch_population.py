@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from routepack_opt.solvers.annealing.exact_score import score_assignment, scores_of_counts
+from routepack_opt.solvers.annealing.torch_draws import draw_block
 from routepack_opt.solvers.annealing.torch_graph import RoundBlock
-from routepack_opt.solvers.annealing.torch_kernels import draw_block, run_round
+from routepack_opt.solvers.annealing.torch_kernels import run_round
 from routepack_opt.solvers.annealing.torch_state import (
     SQUARES,
     TOKENS,
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from routepack_opt.cost import Score
     from routepack_opt.solvers.annealing.chain import ChainProblem
 
-_BLOCK_ROUNDS = 8  # rounds between two looks at which atoms lie where, and the length of a captured graph
+_BLOCK_ROUNDS = 16  # rounds between two looks at which atoms lie where, and the length of a captured graph
 _SWAP_BLOCK_ROUNDS = 16
 _EXACT_FLOAT32 = 1 << 24
 
@@ -48,7 +49,7 @@ _EXACT_FLOAT32 = 1 << 24
 class Statistics:
     """What happened since the last call of :meth:`TorchPopulation.statistics`, per member [M].
 
-    ``num_proposed`` counts all tries of one member, ``num_scored`` the feasible ones, ``num_accepted`` accepted moves,
+    ``num_proposed`` counts all candidates of one member, ``num_scored`` the tries, ``num_accepted`` accepted moves,
     ``num_swaps`` accepted swaps of experts; ``mean_energy`` is over the ends of blocks (NaN without one).
     """
 
@@ -72,6 +73,7 @@ class TorchPopulation:
         seed: int,
         spread: float = 0.5,
         num_tries: int = 8,
+        num_candidates: int | None = None,
         shared_placement: bool = False,
         use_graph: bool | None = None,
     ) -> None:
@@ -90,7 +92,10 @@ class TorchPopulation:
         spread
             How much of the energy is the mean over shards, see :mod:`.energy`.
         num_tries
-            T, tries of a slot in a round. More tries cost less each; past one accepted move a round they are wasted.
+            T, most proposals of a slot scored in a round. More cost less each; past the first accepted one they are
+            wasted.
+        num_candidates
+            C, proposals drawn for a slot, of which the first T feasible ones are scored; None: 3 T.
         shared_placement
             Keep one placement [L, E] and one table of loads for all members; ``refine`` is then not allowed.
         use_graph
@@ -105,7 +110,7 @@ class TorchPopulation:
         self.device = torch.device(device)
         self.num_members = int(cell_of.shape[0])
         self.shared_placement = shared_placement
-        sizes = self.sizes = Sizes.of(problem, self.num_members, num_tries)
+        sizes = self.sizes = Sizes.of(problem, self.num_members, num_tries, num_candidates or 3 * num_tries)
         if cell_of.shape != (sizes.members, sizes.atoms):
             raise ValueError(f"cell_of: shape {cell_of.shape}, expected (members, {sizes.atoms})")
         if rank_of.shape[-2:] != (sizes.layers, sizes.experts) or rank_of.shape[:-2] not in ((), (sizes.members,)):
@@ -147,10 +152,10 @@ class TorchPopulation:
     @staticmethod
     def member_bytes(problem: ChainProblem, num_tries: int = 8) -> int:
         """Rough device memory one member takes, its share of temporary tensors included."""
-        sizes = Sizes.of(problem, 1, num_tries)
+        sizes = Sizes.of(problem, 1, num_tries, 3 * num_tries)
         width = sizes.ranks * sizes.layers
         loads = 4 * width * (sizes.atoms + sizes.rows)
-        tries = sizes.slots * num_tries * (4 * 4 * width + _BLOCK_ROUNDS * 250 + 100 * sizes.cells)
+        tries = sizes.slots * num_tries * (4 * 4 * width + _BLOCK_ROUNDS * 750 + 100 * sizes.cells)
         swaps = 4 * sizes.layers * sizes.real_rows * (2 * sizes.experts + 4 * sizes.ranks + 8 * num_tries)
         return loads + tries + swaps + 30 * sizes.layers * sizes.experts + 32 * sizes.atoms
 
@@ -185,7 +190,7 @@ class TorchPopulation:
 
         Returns
         -------
-        Number of tries of all members together, feasible or not.
+        Number of candidates of all members together, feasible or not.
         """
         self._temperature_M.copy_(torch.as_tensor(temperature, dtype=torch.float64))
         left = num_rounds
@@ -199,7 +204,7 @@ class TorchPopulation:
             self._energy_sum_M += self.energies()
             self._num_energies += 1
             left -= count
-        proposed = num_rounds * self.sizes.slots * self.sizes.tries
+        proposed = num_rounds * self.sizes.slots * self.sizes.candidates
         self._num_proposed += proposed
         return proposed * self.num_members
 

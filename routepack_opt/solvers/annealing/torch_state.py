@@ -4,8 +4,8 @@ Shape suffixes of tensors in the three ``torch_*`` modules, fused axes written t
 
     M members    N atoms, plus a null atom that weighs nothing    X rows of the state: row-shards, idle rows, scrap
     K cells of a row-shard (widest)    B = M * X * K cells of all members    F cell features    A attention stages
-    P EP ranks   L MoE layers   E experts   G EDP shards   S slots: disjoint pairs of rows   T tries of a slot
-    Q rounds of a block
+    P EP ranks   L MoE layers   E experts   G EDP shards   S slots: disjoint pairs of rows
+    C candidates drawn for a slot   T tries: feasible candidates that are scored   Q rounds of a block
 
 Atoms are numbered by ascending padded length. Row-shard x = r * G + g, as in the CPU kernels. Cells and rows are
 numbered through all members (cell ``(m * X + x) * K + k``), so that one flat index reaches everything.
@@ -49,9 +49,10 @@ class Sizes:
     num_units: int
     slots: int
     tries: int
+    candidates: int
 
     @classmethod
-    def of(cls, problem: ChainProblem, num_members: int, num_tries: int) -> Sizes:
+    def of(cls, problem: ChainProblem, num_members: int, num_tries: int, num_candidates: int) -> Sizes:
         """Sizes of a population."""
         n, num_layers, num_experts = problem.demand.shape
         num_shards = len(problem.shards)
@@ -73,6 +74,7 @@ class Sizes:
             num_units=num_units,
             slots=slots,
             tries=num_tries,
+            candidates=num_candidates,
         )
 
 
@@ -86,12 +88,13 @@ class Tables(NamedTuple):
     shard_MXG: torch.Tensor  # float64 [M * X, G], one-hot shard of each row
     member_M: torch.Tensor  # int64 [M], 0 .. M - 1
     try_T: torch.Tensor  # int64 [T]
+    candidate_C: torch.Tensor  # int64 [C]
     cell_K: torch.Tensor  # int64 [K]
     shard_G: torch.Tensor  # int64 [G]
     gamma_L: torch.Tensor  # float64 [L], times 2^shift
+    alpha_A: torch.Tensor  # float64 [A], at least one stage
+    beta_A: torch.Tensor  # float64 [A]
     uniform_gamma: float | None  # the one gamma, when all agree: integers are summed first, as the evaluator does
-    alpha_A: tuple[float, ...]
-    beta_A: tuple[float, ...]
     cap: int
     max_samples: int
     equal_samples: bool
@@ -156,12 +159,13 @@ def build_tables(
         shard_MXG=on_device(np.tile(shard, (sizes.members, 1))),
         member_M=torch.arange(sizes.members, device=device),
         try_T=torch.arange(sizes.tries, device=device),
+        candidate_C=torch.arange(sizes.candidates, device=device),
         cell_K=torch.arange(sizes.cells, device=device),
         shard_G=torch.arange(sizes.shards, device=device),
         gamma_L=on_device(gamma),
         uniform_gamma=float(gamma[0]) if (gamma == gamma[0]).all() else None,
-        alpha_A=tuple(problem.alpha.tolist()),
-        beta_A=tuple(problem.beta.tolist()),
+        alpha_A=on_device(problem.alpha if problem.alpha.size else np.zeros(1)),
+        beta_A=on_device(problem.beta if problem.beta.size else np.zeros(1)),
         cap=int(problem.cap),
         max_samples=int(problem.max_samples) or _NO_LIMIT,
         equal_samples=bool(problem.equal_samples),
@@ -184,11 +188,20 @@ def empty_state(sizes: Sizes, device: torch.device) -> State:
     )
 
 
-def attention_costs(tables: Tables, tokens: torch.Tensor, squares: torch.Tensor) -> list[torch.Tensor]:
-    """Stage costs alpha * T + beta * Q, one float64 tensor a stage, in the evaluator's order of operations."""
-    tokens_share = tokens / float(tables.cap)
-    squares_share = squares / float(tables.cap) ** 2
-    return [a * tokens_share + b * squares_share for a, b in zip(tables.alpha_A, tables.beta_A, strict=True)]
+def stage_costs(tables: Tables, cells: torch.Tensor) -> torch.Tensor:
+    """float64 [A, ..], alpha * T + beta * Q of cells [.., F], in the evaluator's order of operations."""
+    shape = (-1,) + (1,) * (cells.ndim - 1)
+    tokens = cells[..., TOKENS] / float(tables.cap)
+    squares = cells[..., SQUARES] / float(tables.cap) ** 2
+    return tables.alpha_A.view(shape) * tokens + tables.beta_A.view(shape) * squares
+
+
+def sum_stages(costs: torch.Tensor) -> torch.Tensor:
+    """Sum [A, ..] over stages one after the other, as the evaluator does."""
+    total = costs[0]
+    for stage in range(1, costs.shape[0]):
+        total = total + costs[stage]
+    return total
 
 
 def expert_costs(tables: Tables, peaks: torch.Tensor) -> torch.Tensor:
@@ -222,11 +235,8 @@ def recompute_costs(sizes: Sizes, tables: Tables, state: State) -> None:
     """Costs of every row from its integers."""
     peaks = state.loads_MXW.view(-1, sizes.ranks, sizes.layers).amax(1)
     state.experts_MX.copy_(expert_costs(tables, peaks))
-    total = torch.zeros_like(state.costs_MX)
     cells = state.cells_BF.view(-1, sizes.cells, 5)
-    for stage in attention_costs(tables, cells[..., TOKENS], cells[..., SQUARES]):
-        total = total + stage.amax(-1)
-    state.costs_MX.copy_(total + state.experts_MX)
+    state.costs_MX.copy_(sum_stages(stage_costs(tables, cells).amax(-1)) + state.experts_MX)
     scrap = slice(sizes.rows - 1, None, sizes.rows)
     state.costs_MX[scrap] = 0.0
 

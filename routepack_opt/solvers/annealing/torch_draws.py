@@ -1,0 +1,120 @@
+"""Proposals of the torch engine, drawn a block of rounds at a time (shape suffixes: :mod:`.torch_state`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from routepack_opt.solvers.annealing.torch_state import SAMPLES
+
+if TYPE_CHECKING:
+    from routepack_opt.solvers.annealing.torch_state import Sizes, State, Tables
+
+
+class Draws(NamedTuple):
+    """All proposals of a block of Q rounds: everything that does not depend on what the block itself accepts."""
+
+    x_QMS: torch.Tensor  # int64, flat row the moved atom leaves
+    y_QMS: torch.Tensor  # int64, flat row it enters: another one, or x
+    z_QMS: torch.Tensor  # int64, second row of the slot: y, or an untouched one of the slot where y is x
+    i_QMSC: torch.Tensor  # int64, flat atom that leaves x
+    j_QMSC: torch.Tensor  # int64, flat atom that leaves y, the null atom for relocations
+    target_QMSC: torch.Tensor  # int64, flat cell of a relocation, -1 for swaps
+    delta_QMSCF: torch.Tensor  # int64, features of i minus those of j
+    tied_QMSC: torch.Tensor  # bool, the move may not change DP ranks
+    limit_QMSC: torch.Tensor  # float64, largest energy change to accept
+
+
+def draw_block(
+    sizes: Sizes,
+    tables: Tables,
+    state: State,
+    generator: torch.Generator,
+    num_rounds: int,
+    temperature_M: torch.Tensor,
+    relocate_share: float,
+) -> Draws:
+    """Draw the proposals of a block.
+
+    Atoms are drawn from the rows they are in now; by the time of a later round of the block some have left, and that
+    round finds them infeasible. Partners of similar length fit more often in full cells: the distance in the order of
+    the row's lengths is drawn log-uniformly.
+    """
+    m, n, s, c = sizes.members, sizes.atoms, sizes.slots, sizes.candidates
+    device = tables.member_M.device
+    unit1, unit2 = torch.rand(num_rounds, m, 2 * s, generator=generator, device=device).argsort(-1).split(s, dim=2)
+    idle1 = unit1 >= sizes.num_units
+    unit1, unit2 = torch.where(idle1, unit2, unit1), torch.where(idle1, unit1, unit2)
+    chance = torch.rand(3, num_rounds, m, s, generator=generator, device=device)
+    alone = sizes.cells * sizes.unit == 1  # a row of one cell has nothing to move inside
+    inside = unit2 >= sizes.num_units
+    if not alone:
+        inside = inside | (chance[0] < 1.0 / sizes.num_units)
+    x, y = unit1 * sizes.unit, torch.where(inside, unit1, unit2) * sizes.unit
+    z = unit2 * sizes.unit
+    if sizes.unit > 1:
+        x = x + _pick(chance[1], sizes.unit)
+        y = y + _pick(chance[2], sizes.unit)
+        z = torch.where(x == y, z, y)
+    base = (tables.member_M * sizes.rows)[:, None]
+    x, y, z = x + base, y + base, z + base
+
+    order = _rows_in_order(sizes, tables, state)
+    u = torch.rand(6, num_rounds, m, s, c, generator=generator, device=device)
+    x4, y4 = x[..., None], y[..., None]
+    i = order.atoms_MN[order.start_MX[x4] + _pick(u[0], order.count_MX[x4])]
+    count = order.count_MX[y4]
+    nearest = order.upto_MXN[y4 * n + i]  # the next longer one, counted within the row
+    reach = (n ** u[1] * count / n).to(torch.int64)
+    k = torch.where(u[2] < 0.5, nearest + reach, nearest - 1 - reach - (x4 == y4).long())
+    k = torch.where((k < 0) | (k >= count), _pick(u[3], count), k)
+    j = order.atoms_MN[order.start_MX[y4] + k]
+    relocate = u[4] < relocate_share
+    j = j.masked_fill(relocate, n)
+    target = y4 * sizes.cells + _pick(u[3], tables.num_cells_MX[y4])
+    delta = tables.features_NF[i] - tables.features_NF[j]
+    tied = tables.pinned_N[i] | tables.pinned_N[j]
+    if tables.equal_samples:
+        tied = tied | (delta[..., SAMPLES] != 0)
+    atom_base = (tables.member_M * (n + 1))[:, None, None]
+    return Draws(
+        x_QMS=x,
+        y_QMS=y,
+        z_QMS=z,
+        i_QMSC=i + atom_base,
+        j_QMSC=j + atom_base,
+        target_QMSC=target.masked_fill(~relocate, -1),
+        delta_QMSCF=delta,
+        tied_QMSC=tied,
+        limit_QMSC=-torch.log1p(-u[5].to(torch.float64)) * temperature_M[:, None, None],
+    )
+
+
+def _pick(uniform: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
+    """Integer in [0, count) from a uniform number in [0, 1); the product may round up to count."""
+    return (uniform * count).to(torch.int64).clamp(max=count - 1)
+
+
+class _Order(NamedTuple):
+    """Atoms by row, then length."""
+
+    atoms_MN: torch.Tensor  # int64 [M * N], local atoms
+    start_MX: torch.Tensor  # int64 [M * X], where a row starts in it
+    count_MX: torch.Tensor  # int64 [M * X]
+    upto_MXN: torch.Tensor  # int32 [M * X * N], atoms of the row that are not longer than an atom
+
+
+def _rows_in_order(sizes: Sizes, tables: Tables, state: State) -> _Order:
+    m, n, num_rows = sizes.members, sizes.atoms, sizes.rows
+    cell_MN = state.cell_of_MN.view(m, -1)[:, :n]
+    row_MN = cell_MN // sizes.cells
+    row_MX = torch.arange(m * num_rows, device=cell_MN.device).view(m, num_rows)
+    upto = (row_MN[:, None] == row_MX[..., None]).cumsum(-1, dtype=torch.int32)
+    count = upto[..., -1].to(torch.int64)
+    start = (tables.member_M * n)[:, None] + count.cumsum(-1) - count
+    atom_N = torch.arange(n, device=cell_MN.device).expand(m, -1)
+    upto, start, count = upto.view(-1), start.view(-1), count.view(-1)
+    place = start[row_MN] + upto[row_MN * n + atom_N] - 1
+    atoms = torch.empty(m * n, dtype=torch.int64, device=cell_MN.device)
+    return _Order(atoms.scatter_(0, place.view(-1), atom_N.reshape(-1)), start, count, upto)
