@@ -29,8 +29,8 @@ class Journal:
     """A results file, opened for one run.
 
     A last line that was cut short is dropped. A record is taken over instead of made again when name, content, dp, cap
-    and ep agree and it is either closed or had at least as much time and the same seed. A second run on the same file at
-    the same time is refused.
+    and ep agree and it is either closed or had at least as much time and the same seed. A second run on the same file
+    at the same time is refused.
 
     Raises
     ------

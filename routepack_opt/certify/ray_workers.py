@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from routepack_opt.certify.one import Record, Settings
 
 logger = logging.getLogger(__name__)
+
+_ANSWER_S = 5.0
 
 
 def run_ray(tasks: Iterable[Task], wanted: Settings, address: str) -> Iterator[Record]:
@@ -79,11 +82,19 @@ def _import_ray() -> Any:
 
 
 def _connect(ray: Any, address: str) -> None:
+    where = f"ray address {address!r}"
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        if colon:  # Ray itself tries for more than a minute
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise InvalidInput(f"{where}: no cluster answers ({error})") from None
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
     except Exception as error:  # connection, value, runtime and timeout errors, by the form of the address
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise InvalidInput(f"ray address {address!r}: no cluster answers ({line[:200]})") from None
+        hint = "a cluster with authentication wants its token in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        raise InvalidInput(f"{where}: cannot be joined ({line[:200]}); {hint}") from None
 
 
 def _work_remotely(task: Task) -> Record:

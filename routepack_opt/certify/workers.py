@@ -32,8 +32,8 @@ _READY = "ready"
 def run_local(tasks: Iterable[Task], wanted: Settings, num_jobs: int) -> Iterator[Record]:
     """Records in the order they are finished.
 
-    Even one job is a process apart: a solver that crashes or is killed for its memory takes down its case only, which is
-    then tried once more by the cheap rungs alone.
+    Even one job is a process apart: a solver that crashes or is killed for its memory takes down its case only, which
+    is then tried once more by the cheap rungs alone.
 
     Raises
     ------

@@ -31,6 +31,7 @@ _PACKAGES = {
     "tqdm": "required: progress",
     "torch": "optional, routepack-opt[torch]: .pt dumps",
     "pyarrow": "optional, routepack-opt[parquet]: parquet dumps",
+    "ray": "optional, routepack-opt[ray]: certify --ray",
     "matplotlib": "optional, routepack-opt[report]: figures of report pages",
 }
 
