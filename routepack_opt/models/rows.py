@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 NUM_EQUAL_FILLS = 3  # randomised subset fillings tried when every rank needs equally many samples
-EXCHANGE_WORK = 200_000  # atoms x tabu steps of the exchange rung, some 10 ms
+EXCHANGE_WORK = 100_000  # atoms x tabu steps of one exchange search, a few milliseconds
+EXCHANGE_STARTS = 3  # exchange searches, each from another filling, before column generation
 
 
 @dataclass(frozen=True)
@@ -211,8 +212,9 @@ class _Ladder:
             return None
         items = (atoms.tokens[regular], atoms.samples[regular], atoms.cap, goal)
         if self.problem.rank_groups is None:
-            steps = int(np.clip(EXCHANGE_WORK // self.problem.tokens.size, 50, 400))
-            cells = self._deal(rows, quick_pack(*items, max_count=atoms.max_samples, rng=self.rng, steps=steps))
+            steps = int(np.clip(EXCHANGE_WORK // self.problem.tokens.size, 30, 150))
+            found = quick_pack(*items, max_count=atoms.max_samples, rng=self.rng, steps=steps, starts=EXCHANGE_STARTS)
+            cells = self._deal(rows, found)
             if cells is not None:
                 return cells
         if self.time_left_s() <= 0:

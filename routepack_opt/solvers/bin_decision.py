@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 BOUND_MARGIN = 1e-7  # a floating-point bound this close above the goal is not worth an integer check
 DIVE_NOISE = 0.1  # spread of the perturbation of master values in restarted dives
-ROUND_STEPS = 400  # tabu steps of one exchange round
+FILL_SKIP = 0.1  # chance that a randomised subset filling passes over an item
+FIRST_STARTS = 6  # exchange searches before column generation
+STEPS = 200  # tabu steps of one exchange search
 MAX_EXACT_ITEMS = 600  # items up to which all patterns are enumerated
 EXACT_SHARE = 0.8  # share of the time left that the exact program may take
 
@@ -57,26 +59,36 @@ def quick_pack(
     max_count: int,
     rng: np.random.Generator,
     steps: int,
-    skip: float = 0.0,
-    rounds: int = 1,
+    starts: int,
+    randomised: bool = False,
 ) -> NDArray[np.int64] | None:
-    """Subset filling towards ``goal`` bins, repaired by a fixed number of exchange steps."""
-    bin_of = bin_packing.fill(
-        lengths, counts, cap, max_bins=lengths.size, goal=goal, max_count=max_count, skip=skip, rng=rng
-    )
-    if bin_of is None or int(bin_of.max()) < goal:
-        return bin_of
-    return bin_exchange.exchange(
-        lengths,
-        counts,
-        bin_of,
-        cap,
-        num_bins=goal,
-        max_count=max_count,
-        rng=rng,
-        max_rounds=rounds,
-        steps_per_round=steps,
-    )
+    """Subset filling towards ``goal`` bins, repaired by exchanges: ``starts`` times a fixed number of steps.
+
+    Restarts beat longer searches: the filling decides the large items. All fillings but the first are ``randomised``.
+    """
+    for start in range(starts):
+        skip = FILL_SKIP if randomised or start else 0.0
+        bin_of = bin_packing.fill(
+            lengths, counts, cap, max_bins=lengths.size, goal=goal, max_count=max_count, skip=skip, rng=rng
+        )
+        if bin_of is None:
+            return None
+        if int(bin_of.max()) < goal:
+            return bin_of
+        found = bin_exchange.exchange(
+            lengths,
+            counts,
+            bin_of,
+            cap,
+            num_bins=goal,
+            max_count=max_count,
+            rng=rng,
+            max_rounds=1,
+            steps_per_round=steps,
+        )
+        if found is not None:
+            return found
+    return None
 
 
 def decide(
@@ -109,6 +121,9 @@ def decide(
     if rest_goal < 1:
         return Decision(refutation=whole.refute(None))
     rest = _Rest(lengths[left], counts[left], cap, rest_goal, max_count, deadline_s, rng) if fixed else whole
+    found = rest.exchanges()
+    if found is not None:
+        return Decision(_join(fixed, left, found, lengths.size))
     root = rest.new_root()
     if root is not None:
         outcome = root.generate(goal=rest_goal, deadline_s=deadline_s, max_rounds=2**31)
@@ -176,21 +191,25 @@ class _Rest:
                         return None, solver
                 if found is not None:
                     return found, None
-            exchanged = quick_pack(
-                self.lengths,
-                self.counts,
-                self.cap,
-                self.goal,
-                max_count=self.max_count,
-                rng=self.rng,
-                steps=ROUND_STEPS,
-                skip=0.1,
-                rounds=2,
-            )
+            exchanged = self.exchanges()
             if exchanged is not None:
                 return exchanged, None
             attempt += 1
         return None, None
+
+    def exchanges(self) -> NDArray[np.int64] | None:
+        """A packing by randomised fillings and exchanges, a fixed amount of work."""
+        return quick_pack(
+            self.lengths,
+            self.counts,
+            self.cap,
+            self.goal,
+            max_count=self.max_count,
+            rng=self.rng,
+            steps=STEPS,
+            starts=FIRST_STARTS,
+            randomised=True,
+        )
 
     def _dive(self, root: ColumnGeneration, noise: float) -> NDArray[np.int64] | None:
         from routepack_opt.solvers.diving import Dive
