@@ -216,11 +216,12 @@ def solve_layout_exact(
     start = time.perf_counter()
     layout = LayoutProgram(problem)
     values = None if hint is None else layout.values_of(hint)
+    settings = {"seed": seed, "num_workers": num_workers if engine == "cp-sat" else 1, "time_limit_s": time_limit_s}
     left_s = max(0.0, time_limit_s - (time.perf_counter() - start))
     result = solve_program(
         layout.program, engine=engine, time_limit_s=left_s, seed=seed, num_workers=num_workers, hint=values
     )
-    return _checked(problem, layout, result, hint, time.perf_counter() - start)
+    return _checked(problem, layout, result, hint, settings, time.perf_counter() - start)
 
 
 def _checked(
@@ -228,6 +229,7 @@ def _checked(
     layout: LayoutProgram,
     result: ProgramResult,
     hint: NDArray[np.int64] | None,
+    settings: dict[str, Any],
     runtime_s: float,
 ) -> ExactLayout:
     """Re-score the engine's answer and translate its bound; an answer that breaks a rule counts as none."""
@@ -253,7 +255,7 @@ def _checked(
         solver=result.solver,
         version=result.version,
         runtime_s=runtime_s,
-        settings=result.settings,
+        settings=settings,
         note=note,
     )
 

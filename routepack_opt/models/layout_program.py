@@ -60,10 +60,10 @@ def integer_costs(problem: ExactLayoutProblem) -> IntegerCosts:
     ]
     totals = problem.loads.sum(axis=0).sum(axis=1).tolist()  # [L]
     peaks = problem.loads.sum(axis=0).max(axis=1).tolist()
-    least = sum((sum(row) for row in attention), Fraction(0)) / problem.num_ranks
+    work = sum((a for row in attention for a in row), Fraction(0))
+    least = work / problem.num_ranks
     least += sum((g * peak for g, peak in zip(gamma, peaks, strict=True)), Fraction(0)) / len(problem.shards)
-    most = sum((sum(row) for row in attention), Fraction(0))
-    most += sum((g * total for g, total in zip(gamma, totals, strict=True)), Fraction(0))
+    most = work + sum((g * total for g, total in zip(gamma, totals, strict=True)), Fraction(0))
     scale = Fraction(_UNITS) / least if least else Fraction(1)
     if gamma and gamma[0] and len(set(gamma)) == 1:
         scale = Fraction(max(1, round(scale * gamma[0]))) / gamma[0]
@@ -73,7 +73,7 @@ def integer_costs(problem: ExactLayoutProblem) -> IntegerCosts:
         loss = len(rounded) * problem.num_atoms
         loss += -int(-sum((w % 1) * total for w, total in zip(scaled_gamma, totals, strict=True)))
         finer = scale * 8
-        if loss <= _ROUNDING * float(least * scale) or finer * most > LARGEST // 4:
+        if not least or loss <= _ROUNDING * float(least * scale) or finer * most > LARGEST // 4:
             break
         scale = finer
     shape = (len(rounded), problem.num_atoms)

@@ -32,6 +32,15 @@ def refusal(problem: ExactLayoutProblem) -> str:
     return ""
 
 
+def num_steps(problem: ExactLayoutProblem) -> int:
+    """Innermost steps :func:`best_layout` takes, a nanosecond or two each: to decide whether a budget allows it."""
+    halves = problem.num_rows - 1  # a convolution of like sets takes 3^n / 2 steps
+    for size in {len(ranks) for ranks in problem.shards}:
+        halves += size - 1 + (0 if problem.cost.sync == "row" else problem.num_rows - 1)
+    across = 2 * (len(problem.shards) - 1)
+    return int((halves + across) * 3**problem.num_atoms) // 2
+
+
 def _stages(problem: ExactLayoutProblem) -> list[tuple[float, float]]:
     return [(s.alpha, s.beta) for s in problem.cost.stages if s.alpha or s.beta]
 
@@ -57,9 +66,10 @@ class _Tables:
             self.allowed &= subset_sums(problem.samples) <= problem.max_samples
         stages = _stages(problem) or [(0.0, 0.0)]
         self.stages = np.stack([alpha * tokens + beta * squares for alpha, beta in stages])
-        peaks = subset_sums(problem.loads.reshape(problem.num_atoms, -1))
-        peaks = peaks.reshape(-1, *problem.loads.shape[1:]).max(axis=2)
-        self.experts = (peaks * problem.gamma).sum(axis=1) / problem.cap
+        self.experts = np.zeros(self.allowed.size)
+        for layer, gamma in enumerate(problem.gamma.tolist()):
+            self.experts += gamma * subset_sums(problem.loads[:, layer]).max(axis=1)
+        self.experts /= problem.cap
         self.cell = np.where(self.allowed, self.stages.sum(axis=0), np.inf)
         self.attention = {1: [self.cell]}  # by shard size: table of 1, 2, .. cells
         self.rows = {m: [self._row_shard(m)] for m in {len(ranks) for ranks in problem.shards}}
