@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -69,13 +70,15 @@ def _layouts(
 ) -> NDArray[np.int64] | None:
     """int64 [S, n], feasible cell numbers, one of each class of equal layouts; None when there are too many, or none.
 
-    Atom by atom, longest first. Rows are alike, and so are the cells of a row-shard: of those still empty only the
-    first may be opened.
+    Atom by atom, longest first. Rows are alike, and so are shards of one size and the cells of a row-shard (or the
+    ranks of a shard, where cells may not move): of those still empty only the first may be opened.
     """
     num_atoms, num_rows, num_ranks = problem.padded.size, problem.num_rows, problem.num_ranks
     num_cells = num_rows * num_ranks
+    per_shard = num_rows if cells_may_move else 1
+    sizes = Counter(map(len, problem.shards))
     classes = math.lgamma(num_rows + 1) + sum(
-        num_rows * math.lgamma(len(ranks) + 1) for ranks in problem.shards if cells_may_move
+        times * per_shard * math.lgamma(size + 1) + math.lgamma(times + 1) for size, times in sizes.items()
     )
     if num_atoms * math.log(num_cells) - classes > math.log(8 * _MAX_LAYOUTS):
         return None
@@ -114,10 +117,15 @@ def _may_open(problem: ChainProblem, full: NDArray[np.bool_], cells_may_move: bo
     full = full.reshape(shape)
     open_rows = full.any(axis=2).sum(axis=1)
     result = ~full & (np.arange(problem.num_rows)[:, None] <= open_rows[:, None, None])
-    if cells_may_move:
-        for shard in problem.shards:
-            ranks = list(shard)
-            result[:, :, ranks] &= np.arange(len(ranks)) == full[:, :, ranks].sum(axis=2, keepdims=True)
+    last_of_size: dict[int, list[int]] = {}
+    for shard in problem.shards:
+        ranks = list(shard)
+        before = last_of_size.get(len(ranks))
+        if before is not None:
+            result[:, :, ranks] &= full[:, :, before].any(axis=2).any(axis=1)[:, None, None]
+        last_of_size[len(ranks)] = ranks
+        taken = full[:, :, ranks] if cells_may_move else full[:, :, ranks].any(axis=1, keepdims=True)
+        result[:, :, ranks] &= np.arange(len(ranks)) <= taken.sum(axis=2, keepdims=True)
     return np.asarray(result.reshape(full.shape[0], -1))
 
 
