@@ -122,7 +122,7 @@ def _may_open(problem: ChainProblem, full: NDArray[np.bool_], cells_may_move: bo
         ranks = list(shard)
         before = last_of_size.get(len(ranks))
         if before is not None:
-            result[:, :, ranks] &= full[:, :, before].any(axis=2).any(axis=1)[:, None, None]
+            result[:, :, ranks] &= full[:, :, before].any(axis=(1, 2), keepdims=True)
         last_of_size[len(ranks)] = ranks
         taken = full[:, :, ranks] if cells_may_move else full[:, :, ranks].any(axis=1, keepdims=True)
         result[:, :, ranks] &= np.arange(len(ranks)) <= taken.sum(axis=2, keepdims=True)
