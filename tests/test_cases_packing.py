@@ -170,7 +170,7 @@ def test_shuffling_the_input_changes_the_score_by_no_more_than_the_noise_of_the_
         shuffled = Window(window.lengths[order], window.demand[order])
         plan = plan_window(shuffled, topology, token_cap=1000, budget_s=0.3)
         scores.append(plan.score.slowest_shard)
-    assert max(scores) / min(scores) < 1.02
+    assert max(scores) / min(scores) < 1.05
 
 
 def test_cells_of_1_and_100_tokens_were_averaged_as_if_equal() -> None:
