@@ -20,9 +20,10 @@ from routepack_opt.models.layout import cells_from_assignment
 from routepack_opt.models.placement import slots_from_ranks
 from routepack_opt.solvers.annealing.chain import Chain, ChainProblem
 from routepack_opt.solvers.annealing.energy import energy_change, energy_of, full_energy
+from routepack_opt.solvers.annealing.population import PopulationResult, run_population
 from routepack_opt.solvers.annealing.random import new_state
 from routepack_opt.solvers.annealing.sample_moves import Moves
-from routepack_opt.solvers.annealing.schedule import Schedule, run_chains
+from routepack_opt.solvers.annealing.schedule import Schedule
 
 EXACT = ("cell_of", "num_atoms", "num_samples", "padded", "tokens", "squares", "loads", "stage_cost",
          "attention", "experts", "costs")  # fmt: skip
@@ -289,13 +290,24 @@ def _unit(chain: Chain) -> float:
     return chain.score().total / chain.problem.padded.size
 
 
+def _run(
+    chains: list[Chain],
+    steps: int | None,
+    deadline: float | None = None,
+    schedule: Schedule | None = None,
+    **more: object,
+) -> PopulationResult:
+    schedule = schedule or Schedule()
+    return run_population(chains, deadline=deadline, steps=steps, unit=_unit(chains[0]), schedule=schedule, **more)
+
+
 def test_step_budgets_are_prefixes_of_each_other() -> None:
     for seed in range(8):
         scores = []
         for steps in (0, 100, 700, 3000, 9000):
             chains = _chains(seed)
-            found = run_chains(chains, deadline=None, steps=steps, mean_atom_cost=_unit(chains[0]))
-            scores.append([incumbent.score for incumbent in found])
+            found = _run(chains, steps)
+            scores.append([incumbent.score for incumbent in found.incumbents])
         for one_chain in zip(*scores, strict=True):
             assert all(later <= earlier for earlier, later in itertools.pairwise(one_chain))
 
@@ -304,17 +316,15 @@ def test_a_step_budget_gives_the_same_chains_again() -> None:
     runs = []
     for _ in range(2):
         chains = _chains(5)
-        found = run_chains(chains, deadline=None, steps=2000, mean_atom_cost=_unit(chains[0]))
-        runs.append([(f.score, f.cell_of.tolist(), f.rank_of.tolist(), f.num_scored) for f in found])
+        found = _run(chains, 2000)
+        runs.append([(f.score, f.cell_of.tolist(), f.rank_of.tolist(), found.num_scored) for f in found.incumbents])
     assert runs[0] == runs[1]
 
 
 def test_the_incumbent_is_the_best_state_not_the_last() -> None:
     chains = _chains(7, count=1)
     start = chains[0].score()
-    (found,) = run_chains(
-        chains, deadline=None, steps=4000, mean_atom_cost=_unit(chains[0]), schedule=Schedule(hot=1e6, cold=1e6)
-    )
+    (found,) = _run(chains, 4000, schedule=Schedule(hot=1e6, cold=1e6)).incumbents
     assert found.score <= start
     chains[0].copy_from(found.cell_of, found.rank_of)
     assert chains[0].score() == found.score
@@ -325,20 +335,20 @@ def test_a_stop_event_ends_the_run_at_once() -> None:
     stop.set()
     chains = _chains(2)
     before = [chain.score() for chain in chains]
-    found = run_chains(chains, deadline=None, steps=10**12, mean_atom_cost=_unit(chains[0]), stop=stop)
+    found = _run(chains, 10**12, stop=stop).incumbents
     assert [f.score for f in found] == before
-    found = run_chains(chains, deadline=time.perf_counter() + 1e6, steps=None, mean_atom_cost=1.0, stop=stop)
+    found = _run(chains, None, time.perf_counter() + 1e6, stop=stop).incumbents
     assert [f.score for f in found] <= before
 
 
 def test_without_refinement_the_placement_stands() -> None:
     chains = _chains(3)
     ranks = chains[0].rank_of.copy()
-    for found in run_chains(chains, deadline=None, steps=3000, mean_atom_cost=_unit(chains[0]), refine=False):
+    for found in _run(chains, 3000, schedule=Schedule().without_refinement()).incumbents:
         np.testing.assert_array_equal(found.rank_of, ranks)
 
 
 def test_exactly_one_of_deadline_and_steps() -> None:
     for deadline, steps in ((None, None), (1.0, 1)):
         with pytest.raises(ValueError, match="exactly one"):
-            run_chains(_chains(0), deadline=deadline, steps=steps, mean_atom_cost=1.0)
+            _run(_chains(0), steps, deadline)

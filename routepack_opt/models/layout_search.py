@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +17,8 @@ from routepack_opt.models.placement import slots_from_ranks
 from routepack_opt.models.rows import ffd_rows, pack_into
 from routepack_opt.models.seeds import edp_aware_pair, level_packing
 from routepack_opt.solvers.annealing.chain import Chain, ChainProblem
-from routepack_opt.solvers.annealing.schedule import run_chains
+from routepack_opt.solvers.annealing.population import LevelStatistics, run_population
+from routepack_opt.solvers.annealing.schedule import Schedule
 
 if TYPE_CHECKING:
     import threading
@@ -126,6 +127,7 @@ class SearchResult:
     num_scored: int = 0
     seeds_s: float = 0.0
     note: str = ""
+    levels: list[LevelStatistics] = field(default_factory=list)
 
 
 def search_layout(
@@ -136,10 +138,12 @@ def search_layout(
     seed: int,
     stop: threading.Event | None = None,
     refine: bool = True,
+    schedule: Schedule | None = None,
 ) -> SearchResult:
     """Best layout within a deadline (``time.perf_counter()`` value) or a number of proposals per chain.
 
-    With ``refine`` False no expert is moved: the placement stays ``task.rank_of`` (or LPT, where its FFD layout wins).
+    ``schedule`` None takes the one measured best for the size. With ``refine`` False no expert is moved: the placement
+    stays ``task.rank_of`` (or LPT, where its FFD layout wins).
     """
     start = time.perf_counter()
     problem = task.chain_problem()
@@ -164,16 +168,22 @@ def search_layout(
     time_to_try_all = deadline is None or deadline - time.perf_counter() > _TRY_ALL_S
     if refine and time_to_try_all and _try_all(task, problem, first, result):
         return result
-    incumbents = run_chains(
+    if schedule is None:
+        schedule = Schedule.for_size(task.atoms.num_atoms, len(task.cells))
+    if not refine or task.constraints.max_moved == 0.0:
+        schedule = schedule.without_refinement()
+    population = run_population(
         _chains(task, problem, first, seeds, steps, seed),
         deadline=deadline,
         steps=steps,
-        mean_atom_cost=max(best.total, 1e-300) / task.atoms.num_atoms,
-        refine=refine and task.constraints.max_moved != 0.0,
+        unit=max(best.total, 1e-300) / task.atoms.num_atoms,
+        schedule=schedule,
+        seed=seed,
         stop=stop,
     )
-    for incumbent in incumbents:
-        result.num_scored += incumbent.num_scored
+    result.num_scored = population.num_scored
+    result.levels = population.levels
+    for incumbent in population.incumbents:
         if incumbent.score < result.best.score:
             result.best = Candidate(incumbent.score, incumbent.cell_of, incumbent.rank_of)
     return result

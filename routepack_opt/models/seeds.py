@@ -97,7 +97,7 @@ def level_packing(
     cells: list[list[int]] = [[] for _ in range(num_cells)]
     for atom in np.lexsort((np.arange(atoms.num_atoms), -weight)).tolist():
         padded, samples = int(atoms.padded[atom]), int(atoms.samples[atom])
-        skipped = []
+        skipped: list[tuple[float, int]] = []
         while heap and len(skipped) < _MOST_SKIPPED:
             level, k = heapq.heappop(heap)
             if (padded <= room[k] or not cells[k]) and (limit is None or held[k] + samples <= limit):

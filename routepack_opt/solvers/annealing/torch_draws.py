@@ -15,14 +15,12 @@ if TYPE_CHECKING:
 class Draws(NamedTuple):
     """All proposals of a block of Q rounds: everything that does not depend on what the block itself accepts."""
 
-    x_QMS: torch.Tensor  # int64, flat row the moved atom leaves
-    y_QMS: torch.Tensor  # int64, flat row it enters: another one, or x
-    z_QMS: torch.Tensor  # int64, second row of the slot: y, or an untouched one of the slot where y is x
-    i_QMSC: torch.Tensor  # int64, flat atom that leaves x
-    j_QMSC: torch.Tensor  # int64, flat atom that leaves y, the null atom for relocations
-    target_QMSC: torch.Tensor  # int64, flat cell of a relocation, -1 for swaps
-    delta_QMSCF: torch.Tensor  # int64, features of i minus those of j
-    tied_QMSC: torch.Tensor  # bool, the move may not change DP ranks
+    homes_Q2MS: torch.Tensor  # int64, flat row that i leaves, and that it enters: another one or the same
+    rows_Q2MS: torch.Tensor  # int64, the two rows of the slot: its homes, or one home and a row that is not touched
+    atoms_Q2MSC: torch.Tensor  # int64, flat atom i of the first home and j of the second (null for relocations)
+    target_Q2MSC: torch.Tensor  # int64, flat cell a relocation enters; -1 for the first side and for swaps
+    leaving_Q2MSCF: torch.Tensor  # int64, features the cell of i loses (i - j), and the cell of j
+    free_QMSC: torch.Tensor  # bool, the move may change DP ranks
     limit_QMSC: torch.Tensor  # float64, largest energy change to accept
 
 
@@ -72,21 +70,18 @@ def draw_block(
     j = order.atoms_MN[order.start_MX[y4] + k]
     relocate = u[4] < relocate_share
     j = j.masked_fill(relocate, n)
-    target = y4 * sizes.cells + _pick(u[3], tables.num_cells_MX[y4])
-    delta = tables.features_NF[i] - tables.features_NF[j]
+    target = (y4 * sizes.cells + _pick(u[3], tables.num_cells_MX[y4])).masked_fill(~relocate, -1)
+    leaving = tables.features_NF[i] - tables.features_NF[j]
     tied = tables.pinned_N[i] | tables.pinned_N[j]
     if tables.equal_samples:
-        tied = tied | (delta[..., SAMPLES] != 0)
-    atom_base = (tables.member_M * (n + 1))[:, None, None]
+        tied = tied | (leaving[..., SAMPLES] != 0)
     return Draws(
-        x_QMS=x,
-        y_QMS=y,
-        z_QMS=z,
-        i_QMSC=i + atom_base,
-        j_QMSC=j + atom_base,
-        target_QMSC=target.masked_fill(~relocate, -1),
-        delta_QMSCF=delta,
-        tied_QMSC=tied,
+        homes_Q2MS=torch.stack([x, y], dim=1),
+        rows_Q2MS=torch.stack([x, z], dim=1),
+        atoms_Q2MSC=torch.stack([i, j], dim=1) + (tables.member_M * (n + 1))[:, None, None],
+        target_Q2MSC=torch.stack([torch.full_like(target, -1), target], dim=1),
+        leaving_Q2MSCF=torch.stack([leaving, -leaving], dim=1),
+        free_QMSC=~tied,
         limit_QMSC=-torch.log1p(-u[5].to(torch.float64)) * temperature_M[:, None, None],
     )
 

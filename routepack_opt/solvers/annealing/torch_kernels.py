@@ -38,43 +38,38 @@ _CACHED_ENTRIES = 1 << 19  # int32 entries of a temporary on a CPU
 
 
 class Tries(NamedTuple):
-    """The feasible candidates of one round that are tries."""
+    """The feasible candidates of one round that are scored."""
 
-    x_MS: torch.Tensor  # flat rows, see Draws
-    y_MS: torch.Tensor
-    z_MS: torch.Tensor
-    i_MST: torch.Tensor  # flat atoms
-    j_MST: torch.Tensor
-    a_MST: torch.Tensor  # flat cell i leaves
-    b_MST: torch.Tensor  # flat cell i enters
-    after_a_MSTF: torch.Tensor
-    after_b_MSTF: torch.Tensor
+    rows_2MS: torch.Tensor  # flat rows, see Draws
+    homes_2MS: torch.Tensor
+    atoms_2MST: torch.Tensor  # flat atoms i and j
+    cells_2MST: torch.Tensor  # flat cells: i goes from the first to the second, j back
+    after_2MSTF: torch.Tensor  # both cells after the move
     limit_MST: torch.Tensor
     real_MST: torch.Tensor  # False where there were fewer than T feasible candidates
 
 
 class Costs(NamedTuple):
-    """Costs of rows x and z after each try, [M, S, T]."""
+    """Costs of the rows of a slot, before and after each try."""
 
-    experts_x: torch.Tensor
-    experts_z: torch.Tensor
-    total_x: torch.Tensor
-    total_z: torch.Tensor
+    old_2MS: torch.Tensor
+    total_2MST: torch.Tensor
+    old_experts_2MS: torch.Tensor
+    experts_2MST: torch.Tensor
 
 
 def run_round(sizes: Sizes, tables: Tables, state: State, atom_loads: torch.Tensor, draws: Draws, index: int) -> None:
     """Score and accept round ``index`` of a block."""
     tries = _feasible_tries(sizes, tables, state, draws, index)
     costs = _costs(sizes, tables, state, atom_loads, tries)
-    dx = costs.total_x - state.costs_MX[tries.x_MS][..., None]
-    dz = costs.total_z - state.costs_MX[tries.z_MS][..., None]
-    if tables.sync_row and sizes.shards > 1:
-        change = _row_sync_change(sizes, tables, state, tries, costs, dx, dz)
+    d_2MST = costs.total_2MST - costs.old_2MS[..., None]
+    if sizes.shards == 1:
+        first = _first(tables, tries.real_MST & (d_2MST.sum(0) <= tries.limit_MST))
+    elif tables.sync_row:
+        change = _row_sync_change(sizes, tables, state, tries, costs, d_2MST)
         first = _first(tables, tries.real_MST & (change <= tries.limit_MST))
-    elif sizes.shards > 1:
-        first = _first_in_turn(sizes, tables, state, tries, dx, dz)
     else:
-        first = _first(tables, tries.real_MST & (dx + dz <= tries.limit_MST))
+        first = _first_in_turn(sizes, tables, state, tries, d_2MST)
     _apply(sizes, tables, state, atom_loads, tries, costs, first)
 
 
@@ -87,109 +82,81 @@ def _fits(tables: Tables, cells: torch.Tensor) -> torch.Tensor:
 
 def _feasible_tries(sizes: Sizes, tables: Tables, state: State, draws: Draws, index: int) -> Tries:
     """The first T feasible candidates of every slot."""
-    x, y, i, j, target, delta = (
-        draws.x_QMS[index],
-        draws.y_QMS[index],
-        draws.i_QMSC[index],
-        draws.j_QMSC[index],
-        draws.target_QMSC[index],
-        draws.delta_QMSCF[index],
-    )
-    a, b = state.cell_of_MN[i], state.cell_of_MN[j]
-    b = torch.where(target >= 0, target, b)
-    after_a = state.cells_BF[a] - delta
-    after_b = state.cells_BF[b] + delta
-    feasible = _fits(tables, after_a) & _fits(tables, after_b) & (a != b)
-    feasible &= (a // sizes.cells == x[..., None]) & (b // sizes.cells == y[..., None])
-    feasible &= ~draws.tied_QMSC[index] | (tables.rank_B[a] == tables.rank_B[b])
+    atoms, homes, target = draws.atoms_Q2MSC[index], draws.homes_Q2MS[index], draws.target_Q2MSC[index]
+    cells = torch.where(target >= 0, target, state.cell_of_MN[atoms])
+    after = state.cells_BF[cells] - draws.leaving_Q2MSCF[index]
+    feasible = (_fits(tables, after) & (cells // sizes.cells == homes[..., None])).all(0) & (cells[0] != cells[1])
+    ranks = tables.rank_B[cells]
+    feasible &= draws.free_QMSC[index] | (ranks[0] == ranks[1])
 
     # the k-th feasible candidate goes to place k; infeasible and surplus ones to a scrap place at the end
-    place = feasible.cumsum(-1) - 1
-    place = torch.where(feasible, place, sizes.tries).clamp_(max=sizes.tries)
+    place = (feasible.cumsum(-1) - 1).masked_fill_(~feasible, sizes.tries).clamp_(max=sizes.tries)
     kept = place.new_full((sizes.members, sizes.slots, sizes.tries + 1), sizes.candidates)
     kept = kept.scatter_(-1, place, tables.candidate_C.expand_as(place))[..., :-1]
     real = kept < sizes.candidates
-    slot = torch.arange(sizes.members * sizes.slots, device=a.device).view(sizes.members, sizes.slots, 1)
-    flat = (slot * sizes.candidates + kept.clamp(max=sizes.candidates - 1)).view(-1)
-
-    def keep(values: torch.Tensor) -> torch.Tensor:
-        return values.reshape(-1).index_select(0, flat).view(real.shape)
-
-    def keep_cells(values: torch.Tensor) -> torch.Tensor:
-        return values.view(-1, 5).index_select(0, flat).view(*real.shape, 5)
-
+    flat = (tables.slot_MS1 * sizes.candidates + kept.clamp(max=sizes.candidates - 1)).view(-1)
+    shape = (2, *real.shape)
     return Tries(
-        x_MS=x,
-        y_MS=y,
-        z_MS=draws.z_QMS[index],
-        i_MST=keep(i),
-        j_MST=keep(j),
-        a_MST=keep(a),
-        b_MST=keep(b),
-        after_a_MSTF=keep_cells(after_a),
-        after_b_MSTF=keep_cells(after_b),
-        limit_MST=keep(draws.limit_QMSC[index]),
+        rows_2MS=draws.rows_Q2MS[index],
+        homes_2MS=homes,
+        atoms_2MST=atoms.view(2, -1).index_select(1, flat).view(shape),
+        cells_2MST=cells.view(2, -1).index_select(1, flat).view(shape),
+        after_2MSTF=after.view(2, -1, 5).index_select(1, flat).view(*shape, 5),
+        limit_MST=draws.limit_QMSC[index].view(-1).index_select(0, flat).view(real.shape),
         real_MST=real,
     )
 
 
 def _costs(sizes: Sizes, tables: Tables, state: State, atom_loads: torch.Tensor, tries: Tries) -> Costs:
-    x, z = tries.x_MS, tries.z_MS
-    attention_x, attention_z = _attention(sizes, tables, state, tries)
-    experts_x, experts_z = _experts(sizes, tables, state, atom_loads, tries)
-    inside = (x == tries.y_MS)[..., None]  # the row keeps its atoms, and z is not touched
-    experts_x = torch.where(inside, state.experts_MX[x][..., None], experts_x)
-    experts_z = torch.where(inside, state.experts_MX[z][..., None], experts_z)
-    total_z = torch.where(inside, state.costs_MX[z][..., None], attention_z + experts_z)
-    return Costs(experts_x, experts_z, attention_x + experts_x, total_z)
+    old, old_experts = state.costs_MX[tries.rows_2MS], state.experts_MX[tries.rows_2MS]
+    inside = tries.homes_2MS[0] == tries.homes_2MS[1]  # the row keeps its atoms
+    experts = _experts(sizes, tables, state, atom_loads, tries)
+    experts = torch.where(inside[..., None], old_experts[..., None], experts)
+    untouched = (tries.rows_2MS != tries.homes_2MS)[..., None]
+    total = torch.where(untouched, old[..., None], _attention(sizes, tables, state, tries) + experts)
+    return Costs(old, total, old_experts, experts)
 
 
-def _attention(sizes: Sizes, tables: Tables, state: State, tries: Tries) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention cost [M, S, T] of rows x and z with cells a and b changed; z means nothing where y is x."""
-    old_AMSK = [stage_costs(tables, state.cells_BF.view(-1, sizes.cells, 5)[row]) for row in (tries.x_MS, tries.z_MS)]
-    a_AMST, b_AMST = (stage_costs(tables, after) for after in (tries.after_a_MSTF, tries.after_b_MSTF))
-    new_x, new_z = (old[..., None, :].repeat(1, 1, 1, sizes.tries, 1) for old in old_AMSK)
-    # places of the changed cells; of a try that is not real the nearest place
-    last = sizes.cells - 1
-    place_a = (tries.a_MST - tries.x_MS[..., None] * sizes.cells).clamp(0, last)
-    place_b = (tries.b_MST - tries.y_MS[..., None] * sizes.cells).clamp(0, last)
-    inside = (tries.x_MS == tries.y_MS)[..., None]
-    place_b_x = torch.where(inside, place_b, place_a)  # written before a: of no effect where b is not in x
-
-    def put(target: torch.Tensor, place: torch.Tensor, value: torch.Tensor) -> None:
-        index = place.expand(value.shape)[..., None]
-        target.scatter_(-1, index, value[..., None])
-
-    put(new_x, place_b_x, b_AMST)
-    put(new_x, place_a, a_AMST)
-    put(new_z, place_b, b_AMST)
-    return sum_stages(new_x.amax(-1)), sum_stages(new_z.amax(-1))
+def _attention(sizes: Sizes, tables: Tables, state: State, tries: Tries) -> torch.Tensor:
+    """Attention cost [2, M, S, T] of the rows with both cells changed; of untouched rows it means nothing."""
+    old = stage_costs(tables, state.cells_BF.view(-1, sizes.cells, 5)[tries.rows_2MS])
+    changed = stage_costs(tables, tries.after_2MSTF)
+    new = old[..., None, :].repeat(1, 1, 1, 1, sizes.tries, 1)  # [A, 2, M, S, T, K]
+    # where the changed cells are in their rows; of a try that is not real the nearest place
+    places = (tries.cells_2MST - tries.homes_2MS[..., None] * sizes.cells).clamp_(0, sizes.cells - 1)
+    inside = (tries.homes_2MS[0] == tries.homes_2MS[1])[..., None]
+    # the second cell may be in the first row too; otherwise this write is undone by the next one
+    also = torch.stack([torch.where(inside, places[1], places[0]), places[1]])
+    new.scatter_(-1, also.expand_as(changed)[..., None], changed[:, 1:].expand_as(changed)[..., None])
+    new.scatter_(-1, places.expand_as(changed)[..., None], changed[..., None])
+    return sum_stages(new.amax(-1))
 
 
-def _experts(
-    sizes: Sizes, tables: Tables, state: State, atom_loads: torch.Tensor, tries: Tries
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Expert cost [M, S, T] of rows x and z after i and j changed places."""
-    i, j = tries.i_MST, tries.j_MST
-    if atom_loads.shape[0] == sizes.atoms + 1:  # one placement for all members
-        base = (tables.member_M * (sizes.atoms + 1))[:, None, None]
-        i, j = i - base, j - base
+def _experts(sizes: Sizes, tables: Tables, state: State, atom_loads: torch.Tensor, tries: Tries) -> torch.Tensor:
+    """Expert cost [2, M, S, T] of the rows after the atoms changed places."""
+    atoms = _load_rows(sizes, tables, atom_loads, tries.atoms_2MST)
     # on a CPU some members at a time keep the vectors in cache; a GPU wants them all at once
     width = sizes.slots * sizes.tries * sizes.ranks * sizes.layers
-    step = max(1, _CACHED_ENTRIES // width) if i.device.type == "cpu" else sizes.members
-    peaks_x: list[torch.Tensor] = []
-    peaks_z: list[torch.Tensor] = []
+    step = max(1, _CACHED_ENTRIES // width) if atoms.device.type == "cpu" else sizes.members
+    peaks: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for start in range(0, sizes.members, step):
         part = slice(start, start + step)
-        delta = atom_loads.index_select(0, j[part].reshape(-1))
-        delta -= atom_loads.index_select(0, i[part].reshape(-1))
-        delta = delta.view(-1, sizes.tries, delta.shape[-1])
-        for rows, peaks, sign in ((tries.x_MS, peaks_x, 1), (tries.z_MS, peaks_z, -1)):
+        i, j = atoms[:, part].reshape(2, -1)
+        entering = atom_loads.index_select(0, j)
+        entering -= atom_loads.index_select(0, i)
+        entering = entering.view(-1, sizes.tries, entering.shape[-1])
+        for rows, sign, found in zip(tries.rows_2MS, (1, -1), peaks, strict=True):
             loads = state.loads_MXW.index_select(0, rows[part].reshape(-1))[:, None]
-            peaks.append(_largest_rank(sizes, torch.add(loads, delta, alpha=sign)))
-    shape = (2, sizes.members, sizes.slots, sizes.tries)
-    x, z = expert_costs(tables, torch.cat(peaks_x + peaks_z)).view(shape)
-    return x, z
+            found.append(_largest_rank(sizes, torch.add(loads, entering, alpha=sign)))
+    return expert_costs(tables, torch.cat(peaks[0] + peaks[1])).view(tries.atoms_2MST.shape)
+
+
+def _load_rows(sizes: Sizes, tables: Tables, atom_loads: torch.Tensor, atoms_2M: torch.Tensor) -> torch.Tensor:
+    """Rows of ``atom_loads`` of flat atoms [2, M, ..]."""
+    if atom_loads.shape[0] != sizes.atoms + 1:
+        return atoms_2M
+    base = tables.member_M * (sizes.atoms + 1)  # one placement for all members
+    return atoms_2M - base.view(-1, *(1,) * (atoms_2M.ndim - 2))
 
 
 def _largest_rank(sizes: Sizes, loads: torch.Tensor) -> torch.Tensor:
@@ -206,39 +173,34 @@ def _largest_rank(sizes: Sizes, loads: torch.Tensor) -> torch.Tensor:
 def _first(tables: Tables, accept: torch.Tensor) -> torch.Tensor:
     """Index of the first accepted try [..], T where there is none."""
     num_tries = tables.try_T.shape[0]
-    return torch.where(accept, tables.try_T, num_tries).amin(-1)
+    return tables.try_T.expand_as(accept).masked_fill(~accept, num_tries).amin(-1)
 
 
 def _row_sync_change(
-    sizes: Sizes, tables: Tables, state: State, tries: Tries, costs: Costs, dx: torch.Tensor, dz: torch.Tensor
+    sizes: Sizes, tables: Tables, state: State, tries: Tries, costs: Costs, d_2MST: torch.Tensor
 ) -> torch.Tensor:
     """Energy change [M, S, T] where each row waits for its slowest shard."""
-    shards = sizes.shards
-    base = (tables.member_M * sizes.rows)[:, None]
-    local_x, local_z = tries.x_MS - base, tries.z_MS - base
-    start_x = (tries.x_MS - local_x % shards)[..., None] + tables.shard_G
-    start_z = (tries.z_MS - local_z % shards)[..., None] + tables.shard_G
-    old_x, old_z = state.costs_MX[start_x][:, :, None], state.costs_MX[start_z][:, :, None]
-    is_x = (start_x == tries.x_MS[..., None])[:, :, None]
-    is_z_in_x = (start_x == tries.z_MS[..., None])[:, :, None]
-    is_z = (start_z == tries.z_MS[..., None])[:, :, None]
-    new_x = torch.where(is_x, costs.total_x[..., None], old_x)
-    new_x = torch.where(is_z_in_x, costs.total_z[..., None], new_x)
-    new_z = torch.where(is_z, costs.total_z[..., None], old_z)
-    apart = (start_x[..., 0] != start_z[..., 0])[..., None]
-    peaks = new_x.amax(-1) - old_x.amax(-1) + torch.where(apart, new_z.amax(-1) - old_z.amax(-1), 0.0)
-    return (1.0 - tables.spread) * peaks + tables.spread / shards * (dx + dz)
+    rows = tries.rows_2MS
+    local = rows - (tables.member_M * sizes.rows)[:, None]
+    shards_2MSG = (rows - local % sizes.shards)[..., None] + tables.shard_G  # all shards of both rows
+    old = state.costs_MX[shards_2MSG][..., None, :]
+    new = old
+    for side in range(2):
+        here = (shards_2MSG == rows[side][..., None])[..., None, :]
+        new = torch.where(here, costs.total_2MST[side][..., None], new)
+    rise = new.amax(-1) - old.amax(-1)
+    together = (shards_2MSG[0, ..., 0] == shards_2MSG[1, ..., 0])[..., None]  # one row: count it once
+    rises = rise[0] + rise[1].masked_fill(together, 0.0)
+    return (1.0 - tables.spread) * rises + tables.spread / sizes.shards * d_2MST.sum(0)
 
 
-def _first_in_turn(
-    sizes: Sizes, tables: Tables, state: State, tries: Tries, dx: torch.Tensor, dz: torch.Tensor
-) -> torch.Tensor:
+def _first_in_turn(sizes: Sizes, tables: Tables, state: State, tries: Tries, d_2MST: torch.Tensor) -> torch.Tensor:
     """First accepted try [M, S] of each slot, slots in turn, each seeing the shard sums the earlier ones left."""
     costs_MX = state.costs_MX.view(sizes.members, sizes.rows)[:, : sizes.real_rows]
     sums_MG = costs_MX.reshape(sizes.members, -1, sizes.shards).sum(1)
-    d_MSTG = dx[..., None] * tables.shard_MXG[tries.x_MS][:, :, None]
-    d_MSTG = d_MSTG + dz[..., None] * tables.shard_MXG[tries.z_MS][:, :, None]
-    rest = (tables.spread / sizes.shards * (dx + dz) - tries.limit_MST).masked_fill(~tries.real_MST, float("inf"))
+    d_MSTG = (d_2MST[..., None] * tables.shard_MXG[tries.rows_2MS][..., None, :]).sum(0)
+    rest = tables.spread / sizes.shards * d_2MST.sum(0) - tries.limit_MST
+    rest = rest.masked_fill_(~tries.real_MST, float("inf"))
     slowest = sums_MG.amax(-1, keepdim=True)
     firsts = []
     for slot in range(sizes.slots):
@@ -246,8 +208,8 @@ def _first_in_turn(
         peaks_MT = (sums_MG[:, None] + d_MTG).amax(-1)
         first = _first(tables, (1.0 - tables.spread) * (peaks_MT - slowest) + rest[:, slot] <= 0.0)
         firsts.append(first)
-        taken = tables.try_T == first[:, None]
-        sums_MG = sums_MG + torch.where(taken[..., None], d_MTG, 0.0).sum(1)
+        passed = tables.try_T != first[:, None]
+        sums_MG = sums_MG + d_MTG.masked_fill(passed[..., None], 0.0).sum(1)
         slowest = sums_MG.amax(-1, keepdim=True)
     return torch.stack(firsts, dim=1)
 
@@ -263,35 +225,30 @@ def _apply(
 ) -> None:
     """Carry out the chosen tries; whatever a slot without one writes goes to scrap places or stays as it is."""
     accepted = first < sizes.tries
-    pick = first.clamp(max=sizes.tries - 1)[..., None]
+    pick = first.clamp(max=sizes.tries - 1).expand(2, -1, -1)[..., None]
 
     def chosen(values: torch.Tensor) -> torch.Tensor:
         return values.gather(-1, pick).squeeze(-1)
 
-    pick_F = pick[..., None].expand(-1, -1, -1, 5)
-    i, j, a, b = (chosen(v) for v in (tries.i_MST, tries.j_MST, tries.a_MST, tries.b_MST))
+    atoms, cells = chosen(tries.atoms_2MST), chosen(tries.cells_2MST)
     null = (tables.member_M * (sizes.atoms + 1) + sizes.atoms)[:, None]
     scrap = ((tables.member_M + 1) * sizes.rows * sizes.cells - 1)[:, None]
-    state.cell_of_MN.scatter_(0, torch.where(accepted, i, null).view(-1), b.view(-1))
-    state.cell_of_MN.scatter_(0, torch.where(accepted, j, null).view(-1), a.view(-1))
-    for cell, after in ((a, tries.after_a_MSTF), (b, tries.after_b_MSTF)):
-        after = after.gather(2, pick_F).view(-1, 5)
-        state.cells_BF.index_copy_(0, torch.where(accepted, cell, scrap).view(-1), after)
+    state.cell_of_MN.scatter_(0, torch.where(accepted, atoms, null).view(-1), cells.flip(0).view(-1))
+    after = tries.after_2MSTF.gather(-2, pick[..., None].expand(-1, -1, -1, -1, 5))
+    state.cells_BF.index_copy_(0, torch.where(accepted, cells, scrap).view(-1), after.view(-1, 5))
+    rows = tries.rows_2MS.reshape(-1)
+    for target, new, old in (
+        (state.experts_MX, costs.experts_2MST, costs.old_experts_2MS),
+        (state.costs_MX, costs.total_2MST, costs.old_2MS),
+    ):
+        target.scatter_(0, rows, torch.where(accepted, chosen(new), old).view(-1))
 
-    x, z = tries.x_MS.reshape(-1), tries.z_MS.reshape(-1)
-    for row, new in ((x, costs.experts_x), (z, costs.experts_z)):
-        state.experts_MX.scatter_(0, row, torch.where(accepted.view(-1), chosen(new).view(-1), state.experts_MX[row]))
-    for row, new in ((x, costs.total_x), (z, costs.total_z)):
-        state.costs_MX.scatter_(0, row, torch.where(accepted.view(-1), chosen(new).view(-1), state.costs_MX[row]))
-
-    moved = accepted & (tries.x_MS != tries.y_MS)
+    moved = accepted & (tries.homes_2MS[0] != tries.homes_2MS[1])
     # the null atom has no load: what does not move is a swap of null atoms
-    i, j = torch.where(moved, i, null), torch.where(moved, j, null)
-    if atom_loads.shape[0] == sizes.atoms + 1:
-        base = (tables.member_M * (sizes.atoms + 1))[:, None]
-        i, j = i - base, j - base
-    delta = atom_loads.index_select(0, j.view(-1)) - atom_loads.index_select(0, i.view(-1))
-    state.loads_MXW.index_copy_(0, x, state.loads_MXW.index_select(0, x) + delta)
-    state.loads_MXW.index_copy_(0, z, state.loads_MXW.index_select(0, z) - delta)
+    i, j = _load_rows(sizes, tables, atom_loads, torch.where(moved, atoms, null)).view(2, -1)
+    entering = atom_loads.index_select(0, j) - atom_loads.index_select(0, i)
+    loads = state.loads_MXW.index_select(0, rows).view(2, -1, entering.shape[-1])
+    new_loads = torch.stack([loads[0] + entering, loads[1] - entering])
+    state.loads_MXW.index_copy_(0, rows, new_loads.view(-1, entering.shape[-1]))
     state.num_scored_M.add_(tries.real_MST.sum((1, 2)))
     state.num_accepted_M.add_(accepted.sum(1))

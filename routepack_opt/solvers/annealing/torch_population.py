@@ -175,8 +175,8 @@ class TorchPopulation:
         inner = self._numbering.inner_cell[cell_of[:, self._numbering.order]]
         inner = inner + np.arange(self.num_members)[:, None] * (self.sizes.rows * self.sizes.cells)
         cells = self._state.cell_of_MN.view(self.num_members, -1)
-        cells[:, :-1] = torch.from_numpy(inner).to(self.device)
-        cells[:, -1] = 0
+        cells[:, :-1].copy_(torch.from_numpy(inner).to(self.device))
+        cells[:, -1].zero_()
 
     def rebuild(self) -> None:
         """Recompute loads of every atom from the placements, then everything else from the cells."""
@@ -235,7 +235,7 @@ class TorchPopulation:
         self._rank_of.copy_(swaps.rank_MLE)
         loads = self._state.loads_MXW.view(sizes.members, sizes.rows, sizes.ranks, sizes.layers)
         sums = swaps.sums_MLPX.view(sizes.members, sizes.layers, sizes.ranks, sizes.real_rows)
-        loads[:, : sizes.real_rows] = sums.permute(0, 3, 2, 1)
+        loads[:, : sizes.real_rows].copy_(sums.permute(0, 3, 2, 1))
         build_atom_loads(sizes, self._demand_LNE, self._rank_of, self._atom_loads)
         recompute_costs(sizes, self._tables, self._state)
         self._num_swaps_M += swaps.num_accepted_M
@@ -339,7 +339,7 @@ class TorchPopulation:
         cells = state.cell_of_MN.view(sizes.members, -1)
         shift = (self._tables.member_M - source) * (sizes.rows * sizes.cells)
         cells.copy_(cells.index_select(0, source) + shift[:, None])
-        cells[:, -1] = 0
+        cells[:, -1].zero_()
         for tensor in (state.cells_BF, state.loads_MXW, state.experts_MX, state.costs_MX):
             shaped = tensor.view(sizes.members, -1)
             shaped.copy_(shaped.index_select(0, source))

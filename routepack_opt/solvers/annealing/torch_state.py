@@ -6,6 +6,7 @@ Shape suffixes of tensors in the three ``torch_*`` modules, fused axes written t
     K cells of a row-shard (widest)    B = M * X * K cells of all members    F cell features    A attention stages
     P EP ranks   L MoE layers   E experts   G EDP shards   S slots: disjoint pairs of rows
     C candidates drawn for a slot   T tries: feasible candidates that are scored   Q rounds of a block
+    2 sides of a move: atom i with the cell and the row it leaves, then atom j with the cell and the row i enters
 
 Atoms are numbered by ascending padded length. Row-shard x = r * G + g, as in the CPU kernels. Cells and rows are
 numbered through all members (cell ``(m * X + x) * K + k``), so that one flat index reaches everything.
@@ -87,6 +88,7 @@ class Tables(NamedTuple):
     num_cells_MX: torch.Tensor  # int64 [M * X], 0 for idle rows
     shard_MXG: torch.Tensor  # float64 [M * X, G], one-hot shard of each row
     member_M: torch.Tensor  # int64 [M], 0 .. M - 1
+    slot_MS1: torch.Tensor  # int64 [M, S, 1], number of each slot
     try_T: torch.Tensor  # int64 [T]
     candidate_C: torch.Tensor  # int64 [C]
     cell_K: torch.Tensor  # int64 [K]
@@ -158,6 +160,7 @@ def build_tables(
         num_cells_MX=on_device(np.tile(num_cells, sizes.members)),
         shard_MXG=on_device(np.tile(shard, (sizes.members, 1))),
         member_M=torch.arange(sizes.members, device=device),
+        slot_MS1=torch.arange(sizes.members * sizes.slots, device=device).view(sizes.members, sizes.slots, 1),
         try_T=torch.arange(sizes.tries, device=device),
         candidate_C=torch.arange(sizes.candidates, device=device),
         cell_K=torch.arange(sizes.cells, device=device),
@@ -238,7 +241,7 @@ def recompute_costs(sizes: Sizes, tables: Tables, state: State) -> None:
     cells = state.cells_BF.view(-1, sizes.cells, 5)
     state.costs_MX.copy_(sum_stages(stage_costs(tables, cells).amax(-1)) + state.experts_MX)
     scrap = slice(sizes.rows - 1, None, sizes.rows)
-    state.costs_MX[scrap] = 0.0
+    state.costs_MX[scrap].zero_()
 
 
 def score_terms(sizes: Sizes, tables: Tables, state: State) -> torch.Tensor:

@@ -55,7 +55,7 @@ def build_vectors(sizes: Sizes, demand_NW: torch.Tensor, cell_MN: torch.Tensor, 
         rows = cell_MN[start : start + chunk] // sizes.cells % sizes.rows
         member_XN = (rows[:, None] == row_X[:, None]).to(demand_NW.dtype)
         product = member_XN.flatten(0, 1) @ demand_NW
-        out[start : start + chunk] = product.view(rows.shape[0], sizes.real_rows, -1).transpose(1, 2)
+        out[start : start + chunk].copy_(product.view(rows.shape[0], sizes.real_rows, -1).transpose(1, 2))
 
 
 def build_atom_loads(sizes: Sizes, demand_LNE: torch.Tensor, rank_MLE: torch.Tensor, out: torch.Tensor) -> None:
@@ -72,7 +72,7 @@ def build_atom_loads(sizes: Sizes, demand_LNE: torch.Tensor, rank_MLE: torch.Ten
         placed = (ranks[..., None] == rank_P).to(demand_LNE.dtype).permute(1, 2, 0, 3)  # [L, E, c, P]
         product = torch.bmm(demand_LNE, placed.reshape(sizes.layers, sizes.experts, -1))  # [L, N, c * P]
         product = product.view(sizes.layers, sizes.atoms, ranks.shape[0], sizes.ranks)
-        shaped[start : start + chunk, :-1] = product.permute(2, 1, 3, 0).to(torch.int32)
+        shaped[start : start + chunk, :-1].copy_(product.permute(2, 1, 3, 0))
 
 
 def draw_swaps(
