@@ -224,6 +224,10 @@ def packings(atoms: Sorted, num_bins: int, rng: np.random.Generator, *, num_rand
         found = bin_packing.fit(tokens, samples, atoms.cap, max_bins=room, max_count=limit, rule=rule)
         if found is not None:
             yield atoms.with_alone(found)
+    if atoms.max_samples < bin_packing.NO_LIMIT:
+        found = bin_packing.level(tokens, samples, atoms.cap, num_bins=room, max_count=atoms.max_samples)
+        if found is not None:
+            yield atoms.with_alone(found)
     for attempt in range(num_random + 1):
         skip = RANDOM_SKIP * min(attempt, 1)
         found = bin_packing.fill(

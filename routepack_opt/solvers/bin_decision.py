@@ -26,8 +26,9 @@ BOUND_MARGIN = 1e-7  # a floating-point bound this close above the goal is not w
 DIVE_NOISE = 0.1  # spread of the perturbation of master values in restarted dives
 FILL_SKIP = 0.1  # chance that a randomised subset filling passes over an item
 FIRST_STARTS = 6  # exchange searches before column generation
-STEPS = 200  # tabu steps of one exchange search
+WORK = 200_000  # items x tabu steps of one exchange search, about 10 ms
 MAX_EXACT_ITEMS = 600  # items up to which all patterns are enumerated
+MIN_EXACT_S = 2.0  # enumerating patterns alone may take one
 EXACT_SHARE = 0.8  # share of the time left that the exact program may take
 
 
@@ -61,12 +62,15 @@ def quick_pack(
     steps: int,
     starts: int,
     randomised: bool = False,
+    deadline_s: float = float("inf"),
 ) -> NDArray[np.int64] | None:
     """Subset filling towards ``goal`` bins, repaired by exchanges: ``starts`` times a fixed number of steps.
 
     Restarts beat longer searches: the filling decides the large items. All fillings but the first are ``randomised``.
     """
     for start in range(starts):
+        if start and time.perf_counter() > deadline_s:
+            return None
         skip = FILL_SKIP if randomised or start else 0.0
         bin_of = bin_packing.fill(
             lengths, counts, cap, max_bins=lengths.size, goal=goal, max_count=max_count, skip=skip, rng=rng
@@ -154,7 +158,8 @@ class _Rest:
         from routepack_opt.solvers.column_generation import ColumnGeneration, patterns_of
 
         distinct, number = distinct_lengths(self.lengths)
-        if not ColumnGeneration.is_affordable(distinct, number, self.cap):
+        left_s = self.deadline_s - time.perf_counter()
+        if not ColumnGeneration.is_affordable(distinct, number, self.cap, left_s):
             return None
         types = np.searchsorted(-distinct, -self.lengths)
         ones, num = np.ones(self.lengths.size, dtype=np.int64), self.lengths.size
@@ -185,7 +190,7 @@ class _Rest:
         while time.perf_counter() < self.deadline_s:
             if root is not None:
                 found = self._dive(root, DIVE_NOISE * min(attempt, 1))
-                if found is None and attempt == 0 and self.lengths.size <= MAX_EXACT_ITEMS:
+                if found is None and attempt == 0 and self._has_time_for_exact():
                     found, solver = self._exact(root)
                     if solver is not None:
                         return None, solver
@@ -206,15 +211,20 @@ class _Rest:
             self.goal,
             max_count=self.max_count,
             rng=self.rng,
-            steps=STEPS,
+            steps=int(np.clip(WORK // self.lengths.size, 30, 200)),
             starts=FIRST_STARTS,
             randomised=True,
+            deadline_s=self.deadline_s,
         )
 
     def _dive(self, root: ColumnGeneration, noise: float) -> NDArray[np.int64] | None:
         from routepack_opt.solvers.diving import Dive
 
         return self._to_items(Dive(root, self.goal, self.rng, self.deadline_s, noise=noise).run())
+
+    def _has_time_for_exact(self) -> bool:
+        left_s = self.deadline_s - time.perf_counter()
+        return self.lengths.size <= MAX_EXACT_ITEMS and left_s > MIN_EXACT_S
 
     def _exact(self, root: ColumnGeneration) -> tuple[NDArray[np.int64] | None, tuple[str, str] | None]:
         """Branch and cut over every pattern that a packing into ``goal`` bins can use, where they are few."""

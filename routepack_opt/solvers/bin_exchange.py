@@ -350,15 +350,19 @@ def exchange(
     stats = np.zeros((3, kept), dtype=np.int64)
     place = np.full(int(bin_of.max()) + 1, -1, dtype=np.int64)
     place[fullest] = np.arange(fullest.size)
+    # Position of every item inside its bin: items sorted by bin, minus where the bin starts.
+    by_bin = np.argsort(bin_of, kind="stable")
+    size = np.bincount(bin_of)
+    position = np.empty(lengths.size, dtype=np.int64)
+    position[by_bin] = np.arange(lengths.size) - np.repeat(np.cumsum(size) - size, size)
+    home = place[bin_of]
+    inside = (home >= 0) & (position < widest - 3)
+    items[home[inside], position[inside]] = np.flatnonzero(inside)
+    for row, values in enumerate((lengths, counts, np.ones_like(lengths))):
+        np.add.at(stats[row], home[inside], values[inside])
     pool = np.zeros(lengths.size + 8, dtype=np.int64)
-    num_pool = 0
-    for i, b in enumerate(place[bin_of].tolist()):
-        if b < 0 or stats[2, b] >= widest - 3:
-            pool[num_pool] = i
-            num_pool += 1
-        else:
-            items[b, stats[2, b]] = i
-            stats[:, b] += (lengths[i], counts[i], 1)
+    num_pool = int((~inside).sum())
+    pool[:num_pool] = np.flatnonzero(~inside)
     state = random_state(rng)
     side = np.zeros(pool.size, dtype=np.int64)
     for _ in range(max_rounds):
@@ -379,8 +383,8 @@ def exchange(
         )
         if done:
             found = np.empty(lengths.size, dtype=np.int64)
-            for b in range(kept):
-                found[items[b, : stats[2, b]]] = b
+            filled = np.arange(widest)[None, :] < stats[2][:, None]
+            found[items[filled]] = np.nonzero(filled)[0]
             found[pool[:num_pool]] = kept + side[:num_pool]
             return found
         if time.perf_counter() - start > time_limit_s:

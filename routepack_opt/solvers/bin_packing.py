@@ -212,6 +212,53 @@ def fill(
     return bin_of if used >= 0 else None
 
 
+def level(
+    lengths: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    cap: int,
+    *,
+    num_bins: int,
+    max_count: int,
+    max_steps: int = 400,
+) -> NDArray[np.int64] | None:
+    """Pack where ``max_count`` binds: deal by count first, then swap items out of the fullest bin until all fit.
+
+    Parameters
+    ----------
+    lengths, counts
+        int64 [n] in decreasing length.
+
+    Returns
+    -------
+    int64 [n], or None when the swaps get stuck over the capacity.
+    """
+    total = int(lengths.sum())
+    bin_of = fit(lengths, counts, total, max_bins=num_bins, max_count=max_count, rule=LEAST_LOADED)
+    if bin_of is None or total > num_bins * cap:
+        return None
+    load = np.bincount(bin_of, lengths, num_bins).astype(np.int64)
+    held = np.bincount(bin_of, counts, num_bins).astype(np.int64)
+    for _ in range(max_steps):
+        full = int(np.argmax(load))
+        if load[full] <= cap:
+            return bin_of
+        mine = np.flatnonzero(bin_of == full)
+        drop = lengths[mine][:, None] - lengths[None, :]
+        more = counts[mine][:, None] - counts[None, :]
+        worst = np.maximum(load[full] - drop, load[bin_of][None, :] + drop)
+        legal = (held[bin_of][None, :] + more <= max_count) & (held[full] - more <= max_count)
+        worst = np.where(legal & (bin_of != full)[None, :], worst, load[full])
+        i, j = divmod(int(np.argmin(worst)), lengths.size)
+        if worst[i, j] >= load[full]:
+            return None
+        other = int(bin_of[j])
+        for values, change in ((load, drop[i, j]), (held, more[i, j])):
+            values[full] -= change
+            values[other] += change
+        bin_of[mine[i]], bin_of[j] = other, full
+    return None
+
+
 def warmup() -> None:
     """Compile every kernel of this module."""
     lengths = np.array([5, 3, 2], dtype=np.int64)

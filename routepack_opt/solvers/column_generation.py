@@ -28,6 +28,8 @@ MAX_COLUMNS = 250  # patterns added a round
 MAX_USE = 4  # patterns a round that share one length
 PRICE_SCALE = 10**9  # prices are cut to multiples of 1 / PRICE_SCALE for the certificate
 TOLERANCE = 1e-6
+MIN_ROUNDS = 10  # with less there is no point in starting
+SECONDS_PER_ENTRY = 1.5e-9  # of the pricing table, for the estimate only
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,10 @@ class ColumnGeneration:
         self.add(start)
 
     @staticmethod
-    def is_affordable(lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int) -> bool:
-        """Does the pricing table fit into memory?"""
-        return lengths.size > 0 and Pricer.table_size(lengths, counts, cap) <= MAX_TABLE
+    def is_affordable(lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int, time_s: float) -> bool:
+        """Does the pricing table fit into memory, and are a few pricing rounds possible in the time?"""
+        size = Pricer.table_size(lengths, counts, cap) if lengths.size else MAX_TABLE + 1
+        return size <= MAX_TABLE and MIN_ROUNDS * size * SECONDS_PER_ENTRY <= time_s
 
     def add(self, columns: Columns) -> None:
         """Append patterns to master and pool."""
