@@ -213,7 +213,9 @@ class _Ladder:
         items = (atoms.tokens[regular], atoms.samples[regular], atoms.cap, goal)
         if self.problem.rank_groups is None:
             steps = int(np.clip(EXCHANGE_WORK // self.problem.tokens.size, 30, 150))
-            found = quick_pack(*items, max_count=atoms.max_samples, rng=self.rng, steps=steps, starts=EXCHANGE_STARTS)
+            # Past the least row count only a good layout is at stake: one start.
+            starts = EXCHANGE_STARTS if rows == self.lower_bound else 1
+            found = quick_pack(*items, max_count=atoms.max_samples, rng=self.rng, steps=steps, starts=starts)
             cells = self._deal(rows, found)
             if cells is not None:
                 return cells
