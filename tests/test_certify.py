@@ -297,6 +297,27 @@ def test_a_killed_worker_costs_its_own_case_only(tmp_path: Path) -> None:
     assert len(read(tmp_path / "r.jsonl")) == 3
 
 
+def test_a_solver_that_raises_leaves_what_the_cheap_rungs_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from routepack_opt.certify import one
+    from routepack_opt.certify.tasks import Task, work
+
+    solve = one.solve_rows
+
+    def fail(problem: Any, *, time_limit_s: float, seed: int) -> Any:
+        if time_limit_s > 0:
+            raise RuntimeError("kError")
+        return solve(problem, time_limit_s=time_limit_s, seed=seed)
+
+    monkeypatch.setattr(one, "solve_rows", fail)
+    record = work(Task(case([5, 5]), ONE))
+    assert record["rows"] == 1
+    assert record["error"] == "RuntimeError: kError"
+    monkeypatch.setattr(one, "solve_rows", None)
+    record = work(Task(case([5, 5]), ONE))
+    assert record["rows_status"] == "failed"
+    assert record["rows"] is None
+
+
 def test_a_hung_worker_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers_module, "_GRACE_S", 0.3)
     (record,) = certify_all([Deadly("sleeps", "memory", np.array([5, 5]), 10)], Settings(1, 0.1))
@@ -400,6 +421,7 @@ def test_command_prints_a_table_by_rung(tmp_path: Path, capsys: pytest.CaptureFi
     assert record["rows"] == record["rows_lower_bound"] == 1
     assert record["name"] == "w"
     assert record["placement_gap"] == 0
+    arguments[1] = tmp_path  # the folder holds the results too
     assert main([*map(str, arguments), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["certified"] == 1
 

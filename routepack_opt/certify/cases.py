@@ -61,7 +61,13 @@ class Case:
         return digest.hexdigest()
 
 
-def read_cases(paths: Sequence[str | os.PathLike[str]], *, token_cap: int | None, ep: int | None = None) -> list[Case]:
+def read_cases(
+    paths: Sequence[str | os.PathLike[str]],
+    *,
+    token_cap: int | None,
+    ep: int | None = None,
+    skip: str | os.PathLike[str] | None = None,
+) -> list[Case]:
     """Read everything before anything is solved, so that a bad file costs no hours.
 
     Parameters
@@ -73,6 +79,8 @@ def read_cases(paths: Sequence[str | os.PathLike[str]], *, token_cap: int | None
         Of windows; instances bring their own capacity.
     ep
         EP ranks, where the placement of windows is wanted too.
+    skip
+        A file that is passed over in folders: the results may lie beside the windows.
 
     Raises
     ------
@@ -80,17 +88,18 @@ def read_cases(paths: Sequence[str | os.PathLike[str]], *, token_cap: int | None
         Names file, line, field and index.
     """
     cases: list[Case] = []
-    for path in _files(paths):
+    for path in _files(paths, skip):
         cases += [_window(path, token_cap, ep)] if path.suffix == ".npz" else _instances(path)
     return _name_apart(cases)
 
 
-def _files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+def _files(paths: Sequence[str | os.PathLike[str]], skip: str | os.PathLike[str] | None) -> list[Path]:
     files: list[Path] = []
+    passed_over = None if skip is None else Path(skip).resolve()
     for name in paths:
         path = Path(name)
         if path.is_dir():
-            inside = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES) and p.is_file())
+            inside = sorted(p for p in path.iterdir() if p.name.endswith(SUFFIXES) and p.resolve() != passed_over)
             if not inside:
                 raise InvalidInput(f"{path}: the folder holds no window and no instance file ({', '.join(SUFFIXES)})")
             files += inside

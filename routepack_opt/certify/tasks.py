@@ -42,10 +42,14 @@ class Task:
 
 
 def work(task: Task) -> Record:
-    """Certify; a solver that raises costs its own case, not the run."""
-    try:
-        return certify_case(task.case, task.settings)
-    except Exception as error:  # solvers fail in many ways, and the other cases must go on
-        logger.debug("certify %s", task.case.name, exc_info=True)
-        text = " ".join(str(error).split())[:300]
-        return {**blank_record(task.case, task.settings), "error": f"{type(error).__name__}: {text}"}
+    """Certify; where a solver raises, what the cheap rungs find is kept, and the other cases go on."""
+    errors = []
+    for settings in (task.settings, replace(task.settings, time_limit_s=0.0)):
+        try:
+            record = certify_case(task.case, settings)
+        except Exception as error:  # solvers fail in many ways
+            logger.debug("certify %s", task.case.name, exc_info=True)
+            errors.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        else:
+            return {**record, "error": errors[0]} if errors else record
+    return {**blank_record(task.case, task.settings), "error": errors[0]}

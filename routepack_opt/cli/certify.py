@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from routepack_opt.certify import Journal, Settings, certify_all, read_cases
 
     check_output(options.output, *options.paths)
-    cases = read_cases(options.paths, token_cap=options.token_cap, ep=options.ep)
+    cases = read_cases(options.paths, token_cap=options.token_cap, ep=options.ep, skip=options.output)
     settings = Settings(options.dp, options.time_limit, options.ep, options.seed)
     records: list[Record] = []
     interrupted = False
