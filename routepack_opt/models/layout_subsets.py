@@ -33,12 +33,15 @@ def refusal(problem: ExactLayoutProblem) -> str:
 
 
 def num_steps(problem: ExactLayoutProblem) -> int:
-    """Innermost steps :func:`best_layout` takes, a nanosecond or two each: to decide whether a budget allows it."""
-    halves = problem.num_rows - 1  # a convolution of like sets takes 3^n / 2 steps
-    for size in {len(ranks) for ranks in problem.shards}:
-        halves += size - 1 + (0 if problem.cost.sync == "row" else problem.num_rows - 1)
-    across = 2 * (len(problem.shards) - 1)
-    return int((halves + across) * 3**problem.num_atoms) // 2
+    """Innermost steps :func:`best_layout` takes, about a nanosecond each: to decide whether a budget allows it."""
+    num_atoms, num_shards = problem.num_atoms, len(problem.shards)
+    sizes = {len(ranks) for ranks in problem.shards}
+    stacks = len(sizes) if problem.cost.sync == "shard" else 1
+    whole_last = num_shards == 1 or problem.cost.sync == "row"  # then the last row closes the set of all atoms only
+    halves = sum(size - 1 for size in sizes) + stacks * max(0, problem.num_rows - 1 - whole_last)
+    if problem.cost.sync == "row" or num_shards > 2:
+        halves += 2 * (num_shards - 1)
+    return int(halves * 3**num_atoms // 2 + (8 + problem.loads[0].size) * 2**num_atoms)
 
 
 def _stages(problem: ExactLayoutProblem) -> list[tuple[float, float]]:
@@ -61,16 +64,17 @@ class _Tables:
         tokens = subset_sums(problem.tokens) / float(problem.cap)
         squares = subset_sums(problem.squares) / float(problem.cap) ** 2
         count = subset_sums(np.ones_like(problem.samples))
-        self.allowed = (count == 1) | ((count > 0) & (subset_sums(problem.padded) <= problem.cap))
+        allowed = (count == 1) | ((count > 0) & (subset_sums(problem.padded) <= problem.cap))
         if problem.max_samples:
-            self.allowed &= subset_sums(problem.samples) <= problem.max_samples
+            allowed &= subset_sums(problem.samples) <= problem.max_samples
         stages = _stages(problem) or [(0.0, 0.0)]
-        self.stages = np.stack([alpha * tokens + beta * squares for alpha, beta in stages])
-        self.experts = np.zeros(self.allowed.size)
+        self.stages = np.stack([alpha * tokens + beta * squares for alpha, beta in stages], axis=1)
+        self.stages[~allowed] = np.inf
+        self.experts = np.zeros(allowed.size)
         for layer, gamma in enumerate(problem.gamma.tolist()):
             self.experts += gamma * subset_sums(problem.loads[:, layer]).max(axis=1)
         self.experts /= problem.cap
-        self.cell = np.where(self.allowed, self.stages.sum(axis=0), np.inf)
+        self.cell = self.stages.sum(axis=1)
         self.attention = {1: [self.cell]}  # by shard size: table of 1, 2, .. cells
         self.rows = {m: [self._row_shard(m)] for m in {len(ranks) for ranks in problem.shards}}
 
@@ -78,8 +82,8 @@ class _Tables:
         """J of every set as one row-shard of ``size`` cells."""
         if size == 1:
             return np.asarray(self.cell + self.experts)
-        if len(self.stages) > 1:
-            return np.asarray(pair_stages(self.stages, self.allowed) + self.experts)
+        if self.stages.shape[1] > 1:
+            return np.asarray(pair_stages(self.stages) + self.experts)
         tables = self.attention.setdefault(size, [self.cell])
         while len(tables) < size:
             tables.append(convolve(tables[-1], self.cell, largest=True, alike=True))
@@ -92,20 +96,22 @@ class _Tables:
         cell_of = np.full(problem.num_atoms, -1, dtype=np.int64)
         if problem.cost.sync == "row":
             across = [self.rows[len(problem.shards[0])][0]]
+            alike = len(self.rows) == 1
             for ranks in problem.shards[1:]:
-                across.append(convolve(across[-1], self.rows[len(ranks)][0], largest=True))
-            rows = self._stack(across[-1])
+                across.append(convolve(across[-1], self.rows[len(ranks)][0], largest=True, alike=alike))
+            rows = self._stack(across[-1], whole_last=True)
             if not np.isfinite(rows[-1][full]):
                 return None
             for row, inside in enumerate(self._unstack(rows, full)):
                 for shard, part in enumerate(self._uncross(across, [len(s) for s in problem.shards], inside)):
                     self._place(cell_of, row, shard, part)
             return cell_of
-        stacks = {size: self._stack(tables[0]) for size, tables in self.rows.items()}
+        single = len(problem.shards) == 1
+        stacks = {size: self._stack(tables[0], whole_last=single) for size, tables in self.rows.items()}
         sums = [stacks[len(ranks)][-1] for ranks in problem.shards]
         across = [sums[0]]
-        for table in sums[1:]:
-            across.append(convolve(across[-1], table, largest=True))
+        for k, table in enumerate(sums[1:], 2):
+            across.append(convolve(across[-1], table, largest=True, only_full=k == len(sums)))
         if not np.isfinite(across[-1][full]):
             return None
         left = full
@@ -115,11 +121,12 @@ class _Tables:
                 self._place(cell_of, row, shard, part)
         return cell_of
 
-    def _stack(self, row: NDArray[np.float64]) -> list[NDArray[np.float64]]:
-        """Least sum over 1, 2, .. R rows for every set."""
+    def _stack(self, row: NDArray[np.float64], *, whole_last: bool) -> list[NDArray[np.float64]]:
+        """Least sum over 1, 2, .. R rows for every set; with ``whole_last`` the last table knows the full set only."""
         tables = [row]
-        while len(tables) < self.problem.num_rows:
-            tables.append(convolve(tables[-1], row, alike=True))
+        num_rows = self.problem.num_rows
+        while len(tables) < num_rows:
+            tables.append(convolve(tables[-1], row, alike=True, only_full=whole_last and len(tables) == num_rows - 1))
         return tables
 
     def _unstack(self, tables: list[NDArray[np.float64]], whole: int) -> list[int]:
@@ -140,8 +147,8 @@ class _Tables:
         """Split the set of a row-shard into cells."""
         ranks = self.problem.shards[shard]
         parts = []
-        if len(ranks) == 2 and len(self.stages) > 1:
-            parts = list(pair_split_of(self.stages, self.allowed, whole))
+        if len(ranks) == 2 and self.stages.shape[1] > 1:
+            parts = list(pair_split_of(self.stages, whole))
         else:
             for k in range(len(ranks) - 1, 0, -1):
                 part, whole = split_of(self.attention[len(ranks)][k - 1], self.cell, whole, largest=True)

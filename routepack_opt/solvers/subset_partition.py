@@ -17,8 +17,8 @@ MAX_ITEMS = 17  # 3^17 = 1.3e8 steps, a few tenths of a second
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _convolve(rest: Any, part: Any, take_max: bool, first_in_part: bool, out: Any) -> None:
-    for whole in range(1, out.shape[0]):
+def _convolve(rest: Any, part: Any, take_max: bool, first_in_part: bool, start: int, out: Any) -> None:
+    for whole in range(start, out.shape[0]):
         kept = whole & -whole if first_in_part else 0  # the lowest item stays in ``part``: halves the work
         free = whole ^ kept
         best = np.inf
@@ -35,8 +35,8 @@ def _convolve(rest: Any, part: Any, take_max: bool, first_in_part: bool, out: An
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _pair_stages(stages: Any, allowed: Any, out: Any) -> None:
-    """out[S] = least sum over stages of max(stage[T], stage[S - T]) over splits of S into two allowed sets."""
+def _pair_stages(stages: Any, out: Any) -> None:
+    """out[S] = least sum over stages of max(stage[T], stage[S - T]) over splits of S."""
     for whole in range(1, out.shape[0]):
         kept = whole & -whole
         free = whole ^ kept
@@ -44,11 +44,10 @@ def _pair_stages(stages: Any, allowed: Any, out: Any) -> None:
         inner = free
         while inner != 0:
             inner = (inner - 1) & free
-            if allowed[inner | kept] and allowed[free ^ inner]:
-                value = 0.0
-                for s in range(stages.shape[0]):
-                    value += max(stages[s, inner | kept], stages[s, free ^ inner])
-                best = min(best, value)
+            value = 0.0
+            for s in range(stages.shape[1]):
+                value += max(stages[inner | kept, s], stages[free ^ inner, s])
+            best = min(best, value)
         out[whole] = best
 
 
@@ -61,22 +60,27 @@ def subset_sums(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def convolve(
-    rest: NDArray[np.float64], part: NDArray[np.float64], *, largest: bool = False, alike: bool = False
+    rest: NDArray[np.float64],
+    part: NDArray[np.float64],
+    *,
+    largest: bool = False,
+    alike: bool = False,
+    only_full: bool = False,
 ) -> NDArray[np.float64]:
     """Table of the best split of every set into one of ``part`` and one of ``rest``: least sum, or least maximum.
 
     ``alike`` promises that ``rest`` is built of sets like ``part``, in any order: then the lowest item may be taken to
-    be in ``part``.
+    be in ``part``. With ``only_full`` the table holds the set of all items and infinity elsewhere: 2^n steps.
     """
     out = np.full(part.size, np.inf)
-    _convolve(rest, part, largest, alike, out)
+    _convolve(rest, part, largest, alike, part.size - 1 if only_full else 1, out)
     return out
 
 
-def pair_stages(stages: NDArray[np.float64], allowed: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Table of the best split of every set into two cells: stages [S, 2^n], each stage pays its slower cell."""
-    out = np.full(allowed.size, np.inf)
-    _pair_stages(stages, allowed, out)
+def pair_stages(stages: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Table of the best split of every set into two cells: stages [2^n, S], each stage pays its slower cell."""
+    out = np.full(stages.shape[0], np.inf)
+    _pair_stages(np.ascontiguousarray(stages), out)
     return out
 
 
@@ -91,12 +95,11 @@ def split_of(
     return int(inner[k]), int(whole ^ inner[k])
 
 
-def pair_split_of(stages: NDArray[np.float64], allowed: NDArray[np.bool_], whole: int) -> tuple[int, int]:
+def pair_split_of(stages: NDArray[np.float64], whole: int) -> tuple[int, int]:
     """The two sets that reach the best value of :func:`pair_stages` at ``whole``."""
-    inner = np.arange(allowed.size)
-    inner = inner[((inner & ~whole) == 0) & allowed & allowed[whole ^ (inner & whole)]]
-    value = np.maximum(stages[:, inner], stages[:, whole ^ inner]).sum(axis=0)
-    k = int(np.argmin(value))
+    inner = np.arange(stages.shape[0])
+    inner = inner[(inner & ~whole) == 0]
+    k = int(np.argmin(np.maximum(stages[inner], stages[whole ^ inner]).sum(axis=1)))
     return int(inner[k]), int(whole ^ inner[k])
 
 
@@ -104,4 +107,4 @@ def warmup() -> None:
     """Compile all kernels, or load them from the disk cache."""
     table = np.zeros(2)
     convolve(table, table)
-    pair_stages(np.zeros((1, 2)), np.ones(2, dtype=np.bool_))
+    pair_stages(np.zeros((2, 1)))
