@@ -333,7 +333,7 @@ class TorchPopulation:
     def resample(self, indices: NDArray[np.int64]) -> None:
         """Member m becomes a copy of member ``indices[m]``; incumbents stay where they are."""
         sizes, state = self.sizes, self._state
-        source = torch.as_tensor(np.asarray(indices), dtype=torch.int64).to(self.device)
+        source = torch.as_tensor(np.ascontiguousarray(indices), dtype=torch.int64).to(self.device)
         if source.shape != (sizes.members,):
             raise ValueError(f"indices: shape {tuple(source.shape)}, expected ({sizes.members},)")
         cells = state.cell_of_MN.view(sizes.members, -1)

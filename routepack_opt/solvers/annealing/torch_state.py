@@ -194,8 +194,8 @@ def empty_state(sizes: Sizes, device: torch.device) -> State:
 def stage_costs(tables: Tables, cells: torch.Tensor) -> torch.Tensor:
     """float64 [A, ..], alpha * T + beta * Q of cells [.., F], in the evaluator's order of operations."""
     shape = (-1,) + (1,) * (cells.ndim - 1)
-    tokens = cells[..., TOKENS] / float(tables.cap)
-    squares = cells[..., SQUARES] / float(tables.cap) ** 2
+    tokens = cells[..., TOKENS].to(torch.float64) / float(tables.cap)  # integers alone would divide in float32
+    squares = cells[..., SQUARES].to(torch.float64) / float(tables.cap) ** 2
     return tables.alpha_A.view(shape) * tokens + tables.beta_A.view(shape) * squares
 
 
