@@ -58,10 +58,10 @@ def warmup() -> float:
 
     ``plan_window`` calls it before its clock starts, so calling it is only needed to choose the moment.
     """
-    from routepack_opt.models import layout_bounds, placement, rows
+    start = time.perf_counter()
+    from routepack_opt.models import finish, idle_ranks, layout_bounds, layout_search, placement, rows  # noqa: F401
     from routepack_opt.solvers.annealing import chain
 
-    start = time.perf_counter()
     notice = threading.Timer(
         _COMPILE_NOTICE_S, logger.warning, ("compiling CPU kernels, once; they are cached on disk",)
     )
@@ -74,6 +74,7 @@ def warmup() -> float:
         chain.warmup()
     finally:
         notice.cancel()
+    _warm.set()
     return time.perf_counter() - start
 
 
@@ -83,7 +84,6 @@ _warm = threading.Event()
 def _ensure_warm() -> None:
     if not _warm.is_set():
         warmup()
-        _warm.set()
 
 
 def plan_window(

@@ -161,7 +161,7 @@ def group_layout(
         order = np.argsort(-(sizes if attempt == 1 else tokens) * noise, kind="stable")
         limit = share if even or attempt % 3 == 0 else bin_packing.NO_LIMIT
         weights = sizes[order] if attempt == 1 else tokens[order]
-        capacity = bin_packing.NO_LIMIT if attempt == 1 else num_rows * atoms.cap
+        capacity = bin_packing.NO_LIMIT if attempt == 1 else num_rows * min(atoms.cap, int(tokens.sum()))
         dealt = bin_packing.fit(
             weights, samples[order], capacity, max_bins=num_ranks, max_count=limit, rule=bin_packing.LEAST_LOADED
         )
