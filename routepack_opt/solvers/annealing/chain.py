@@ -174,6 +174,10 @@ class Chain:
             peak=np.zeros(num_x, dtype=np.int32),
             new_peak=np.zeros(num_x, dtype=np.int32),
             weight=np.zeros(num_x),
+            shares=np.zeros((num_experts, num_x)),
+            level=np.zeros((problem.num_expert_ranks, num_x)),
+            power=np.zeros((problem.num_expert_ranks, num_x)),
+            slope=np.zeros(num_x),
         )
         self._cells_may_move = not problem.equal_samples and not problem.pinned.any()
         self.rebuild()
@@ -238,13 +242,18 @@ class Chain:
             scored += int(anneal_cells(*state, float(temperature), share, self.rng))
         return scored + int(sample_moves.anneal(*state, moves, float(temperature), int(num_steps), self.rng))
 
-    def refine(self, temperature: float, steps_per_layer: int) -> int:
-        """Metropolis swaps of experts against the standing rows; returns how many were accepted."""
+    def refine(self, temperature: float, steps_per_layer: int, *, smooth: bool = False) -> int:
+        """Metropolis swaps of experts against the standing rows; returns how many were accepted.
+
+        ``smooth`` anneals on a stand-in for the maximum (:func:`.rank_swaps.level_experts`): better early, while the
+        last swaps should see the maximum itself.
+        """
         rank_swaps.build_expert_rows(
             self.problem.demand, self.state.cell_of, self.grid.shard_row, self.expert_rows, self.shift
         )
+        swap = rank_swaps.level_experts if smooth else rank_swaps.swap_experts
         accepted = int(
-            rank_swaps.swap_experts(
+            swap(
                 self.expert_rows,
                 self.rank_of,
                 self.state.loads,
@@ -303,3 +312,4 @@ def warmup() -> None:
     chain = Chain(problem, np.array([0, 1]), np.array([[0, 1]]), seed=0, stream=0)
     chain.anneal(1.0, 4)
     chain.refine(1.0, 4)
+    chain.refine(1.0, 4, smooth=True)

@@ -97,8 +97,10 @@ class _Member:
         if self.chain.grid.spread != spread:
             self.chain.set_spread(spread)
 
-    def refine(self, temperature: float) -> None:
-        self.chain.refine(temperature, self.depth)
+    def refine(self, temperature: float, smooth: bool, schedule: Schedule) -> None:
+        if smooth:
+            temperature *= schedule.smooth_temperature
+        self.chain.refine(temperature, self.depth, smooth=smooth)
         self.num_refinements += 1
 
     def take_counts(self) -> tuple[int, int, int, int]:
@@ -210,7 +212,7 @@ def _run_clock(
         temperature = schedule.temperature(fraction, num_cycles, unit)
         due = member.refine_s < schedule.refine_share * (member.anneal_s + member.refine_s)
         if schedule.refine_share and due and deadline - now > 2.0 * member.longest_refine_s:
-            member.refine(temperature)
+            member.refine(temperature, schedule.smooth(fraction, num_cycles), schedule)
             spent = time.perf_counter() - now
             member.refine_s += spent
             member.longest_refine_s = max(spent, 0.5 * member.longest_refine_s)
@@ -244,7 +246,7 @@ def _run_steps(member: _Member, steps: int, unit: float, schedule: Schedule, sto
             done += piece
             since_refine += piece
             if share and since_refine >= period:
-                member.refine(temperature)
+                member.refine(temperature, schedule.smooth(position / length, 1), schedule)
                 since_refine = 0
             best.offer(chain)
         chain.copy_from(best.cell_of, best.rank_of)

@@ -23,6 +23,10 @@ class SwapScratch(NamedTuple):
     peak: np.ndarray  # int32 [X]
     new_peak: np.ndarray  # int32 [X]
     weight: np.ndarray  # float64 [X]
+    shares: np.ndarray  # float64 [E, X], demand over the row-shard's mean rank load
+    level: np.ndarray  # float64 [P, X], rank loads over the same
+    power: np.ndarray  # float64 [P, X], their twelfth powers
+    slope: np.ndarray  # float64 [X]
 
 
 @kernel
@@ -104,10 +108,7 @@ def swap_experts(
             for p in range(num_ranks):
                 sums[p, x] = loads[x, p, layer]
                 peak[x] = max(peak[x], sums[p, x])
-        away = 0
-        for e in range(num_experts):
-            if rank_of[layer, e] != home[layer, e]:
-                away += 1
+        away = _num_away(rank_of, home, layer)
         # how much a unit of J[x] weighs in the energy now; the shard or row that is slowest carries the rest
         _energy_weights(row_costs, num_shards, sync_row, spread, shard_sums, weight)
         for _ in range(steps_per_layer):
@@ -117,14 +118,9 @@ def swap_experts(
             q = rank_of[layer, f]
             if p == q:
                 continue
-            if move_budget[layer] >= 0:
-                h_e = home[layer, e]
-                h_f = home[layer, f]
-                change_away = (q != h_e) - (p != h_e) + (p != h_f) - (q != h_f)
-                if away + change_away > move_budget[layer] and change_away > 0:
-                    continue
-            else:
-                change_away = 0
+            change_away = _change_away(home, layer, e, f, p, q)
+            if change_away > 0 and move_budget[layer] >= 0 and away + change_away > move_budget[layer]:
+                continue
             for x in range(num_x):
                 d = vectors[f, x] - vectors[e, x]
                 new_peak[x] = max(np.int32(sums[p, x] + d), np.int32(sums[q, x] - d))
@@ -154,6 +150,109 @@ def swap_experts(
             for p in range(num_ranks):
                 loads[x, p, layer] = sums[p, x]
     return accepted
+
+
+@kernel
+def level_experts(
+    expert_rows,
+    rank_of,
+    loads,
+    costs,
+    num_shards,
+    sync_row,
+    spread,
+    row_costs,
+    shard_sums,
+    temperature,
+    steps_per_layer,
+    home,
+    move_budget,
+    scratch,
+    rng,
+):
+    """Like :func:`swap_experts`, on a smooth stand-in for the maximum; returns the number of accepted swaps.
+
+    A row-shard's peak is replaced by (m / 12) sum_p (W_p / m)^12, m its mean: its slope is 1 for a rank at the mean
+    and grows with the excess, so that swaps below the peak count too, where the maximum itself is flat. A change
+    needs only the two ranks of the swap. ``loads``, ``row_costs`` and ``shard_sums`` are left as they were: the
+    caller recomputes them.
+    """
+    num_x, num_layers, num_experts = expert_rows.shape
+    num_ranks = loads.shape[1]
+    shares = scratch.shares
+    level = scratch.level
+    power = scratch.power
+    weight = scratch.weight
+    slope = scratch.slope
+    accepted = 0
+    _energy_weights(row_costs, num_shards, sync_row, spread, shard_sums, weight)
+    for layer in range(num_layers):
+        gain = costs.gamma[layer] / costs.cap
+        if gain == 0.0:
+            continue
+        for x in range(num_x):
+            total = 0
+            for p in range(num_ranks):
+                total += loads[x, p, layer]
+            mean = max(1.0, total / num_ranks)
+            slope[x] = weight[x] * gain * mean / 12.0
+            for p in range(num_ranks):
+                level[p, x] = loads[x, p, layer] / mean
+                power[p, x] = _power12(level[p, x])
+            for e in range(num_experts):
+                shares[e, x] = expert_rows[x, layer, e] / mean
+        away = _num_away(rank_of, home, layer)
+        for _ in range(steps_per_layer):
+            e = below(rng, num_experts)
+            f = below(rng, num_experts)
+            p = rank_of[layer, e]
+            q = rank_of[layer, f]
+            if p == q:
+                continue
+            change_away = _change_away(home, layer, e, f, p, q)
+            if change_away > 0 and move_budget[layer] >= 0 and away + change_away > move_budget[layer]:
+                continue
+            change = 0.0
+            for x in range(num_x):
+                d = shares[f, x] - shares[e, x]
+                change += slope[x] * (_power12(level[p, x] + d) + _power12(level[q, x] - d) - power[p, x] - power[q, x])
+            if change > 0.0 and (temperature <= 0.0 or change > -temperature * math.log(uniform(rng))):
+                continue
+            accepted += 1
+            away += change_away
+            rank_of[layer, e] = q
+            rank_of[layer, f] = p
+            for x in range(num_x):
+                d = shares[f, x] - shares[e, x]
+                level[p, x] += d
+                level[q, x] -= d
+                power[p, x] = _power12(level[p, x])
+                power[q, x] = _power12(level[q, x])
+    return accepted
+
+
+@kernel
+def _power12(value):
+    square = value * value
+    fourth = square * square
+    return fourth * fourth * fourth
+
+
+@kernel
+def _num_away(rank_of, home, layer):
+    away = 0
+    for e in range(home.shape[1]):
+        if rank_of[layer, e] != home[layer, e]:
+            away += 1
+    return away
+
+
+@kernel
+def _change_away(home, layer, e, f, p, q):
+    """How many more experts are away from home once e (on rank p) and f (on q) trade places."""
+    home_e = home[layer, e]
+    home_f = home[layer, f]
+    return (q != home_e) - (p != home_e) + (p != home_f) - (q != home_f)
 
 
 @kernel

@@ -28,6 +28,10 @@ class Schedule:
         Share of the time given to expert swaps (co-refinement).
     refine_depth
         Swap proposals per expert and layer in one refinement.
+    smooth_until
+        Part of a cycle whose refinements anneal on a smooth stand-in for the maximum; the rest see the maximum.
+    smooth_temperature
+        Temperature of those, as a share of the cycle's.
     moves
         Shares of the kinds of sample moves.
     spreads
@@ -44,7 +48,9 @@ class Schedule:
     cold: float = 1.5e-4
     cycle_proposals: int = 2**62
     refine_share: float = 0.35
-    refine_depth: int = 32
+    refine_depth: int = 64
+    smooth_until: float = 0.9
+    smooth_temperature: float = 0.3
     moves: Moves = DEFAULT_MOVES
     spreads: tuple[float, ...] = (0.5, 0.1)
     num_levels: int = 32
@@ -76,6 +82,11 @@ class Schedule:
     def spread(self, cycle: int) -> float:
         """Of the given cycle."""
         return self.spreads[cycle % len(self.spreads)]
+
+    def smooth(self, fraction: float, num_cycles: int) -> bool:
+        """Whether a refinement at this point of the run uses the smooth stand-in."""
+        position = fraction * num_cycles
+        return position - int(position) < self.smooth_until
 
     def temperature(self, fraction: float, num_cycles: int, unit: float) -> float:
         """Temperature in energy units when ``fraction`` of the run is over; ``unit`` is the mean cost of an atom."""
