@@ -218,6 +218,17 @@ def test_extra_seeds_are_feasible_and_differ():
     assert pack_into(problem, 31, seed=0) is None
 
 
+def test_sample_limit_and_cap_together_are_certified():
+    # Neither 60 / 3 samples nor the volume sees that a long sample takes the place of three.
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(150), 1.0, 60), 1, 500).astype(np.int64)
+    problem = make(lengths, 2, 500, max_samples_per_cell=3)
+    result = solve_rows(problem, time_limit_s=5.0)
+    check_cells(problem, result.cells, result.rows)
+    check_certificate(problem, result)
+    assert result.status == "certified"
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=9),

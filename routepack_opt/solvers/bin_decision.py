@@ -72,23 +72,8 @@ def quick_pack(
         if start and time.perf_counter() > deadline_s:
             return None
         skip = FILL_SKIP if randomised or start else 0.0
-        bin_of = bin_packing.fill(
-            lengths, counts, cap, max_bins=lengths.size, goal=goal, max_count=max_count, skip=skip, rng=rng
-        )
-        if bin_of is None:
-            return None
-        if int(bin_of.max()) < goal:
-            return bin_of
-        found = bin_exchange.exchange(
-            lengths,
-            counts,
-            bin_of,
-            cap,
-            num_bins=goal,
-            max_count=max_count,
-            rng=rng,
-            max_rounds=1,
-            steps_per_round=steps,
+        found = bin_exchange.fill_and_exchange(
+            lengths, counts, cap, goal, max_count=max_count, rng=rng, steps=steps, skip=skip
         )
         if found is not None:
             return found
@@ -112,11 +97,13 @@ def decide(
     lengths, counts
         int64 [n] in decreasing length, each <= cap, and the samples of each.
     max_count
-        Most samples a bin; proofs do not use it, packings that exceed it are dropped.
+        Most samples a bin.
     deadline_s
         On the clock of ``time.perf_counter``.
     """
-    limited = max_count < bin_packing.NO_LIMIT
+    # A limit that no bin within the capacity can reach is none, and bins may be fixed by length alone.
+    limited = max_count < int(cap // lengths[-1]) * int(counts.max())
+    max_count = max_count if limited else bin_packing.NO_LIMIT
     fixed, left = ([], np.arange(lengths.size)) if limited else fix_bins(lengths, cap)
     rest_goal = goal - len(fixed)
     if not left.size and rest_goal >= 0:
@@ -158,17 +145,38 @@ class _Rest:
         from routepack_opt.solvers.column_generation import ColumnGeneration, patterns_of
 
         distinct, number = distinct_lengths(self.lengths)
+        types = np.searchsorted(-distinct, -self.lengths)
+        sizes, max_size = self._sizes(types, distinct.size), self.max_count
         left_s = self.deadline_s - time.perf_counter()
+        if sizes is None or not ColumnGeneration.is_affordable(distinct, number, self.cap, left_s, max_size):
+            sizes, max_size = None, 0  # without the limit the bound is weaker, not wrong
         if not ColumnGeneration.is_affordable(distinct, number, self.cap, left_s):
             return None
-        types = np.searchsorted(-distinct, -self.lengths)
-        ones, num = np.ones(self.lengths.size, dtype=np.int64), self.lengths.size
-        first = bin_packing.fill(self.lengths, ones, self.cap, max_bins=num, goal=self.goal, rng=self.rng)
-        second = bin_packing.fill(self.lengths, ones, self.cap, max_bins=num, goal=0, skip=0.1, rng=self.rng)
-        assert first is not None and second is not None, "every length fits a bin of its own"
-        root = ColumnGeneration(distinct, number, self.cap, patterns_of(first, types, distinct.size))
-        root.add(patterns_of(second, types, distinct.size))
+        starts = []
+        for goal, skip in ((self.goal, 0.0), (0, FILL_SKIP)):
+            bin_of = bin_packing.fill(
+                self.lengths,
+                self.counts,
+                self.cap,
+                max_bins=self.lengths.size,
+                goal=goal,
+                max_count=self.max_count,
+                skip=skip,
+                rng=self.rng,
+            )
+            assert bin_of is not None, "every item fits a bin of its own"
+            starts.append(patterns_of(bin_of, types, distinct.size))
+        root = ColumnGeneration(distinct, number, self.cap, starts[0], sizes=sizes, max_size=max_size)
+        root.add(starts[1])
         return root
+
+    def _sizes(self, types: NDArray[np.int64], num_types: int) -> NDArray[np.int64] | None:
+        """Fewest samples of an item of each length (what a bound may count on), None without a limit."""
+        if self.max_count >= bin_packing.NO_LIMIT:
+            return None
+        sizes = np.full(num_types, self.max_count, dtype=np.int64)
+        np.minimum.at(sizes, types, self.counts)
+        return sizes
 
     def refute(self, root: ColumnGeneration | None) -> Certificate | None:
         """Integer certificate that these items need more bins; ``root`` may know a part of them."""
@@ -247,7 +255,7 @@ class _Rest:
         for j in np.repeat(np.arange(columns.num), used).tolist():
             span = slice(int(columns.starts[j]), int(columns.starts[j + 1]))
             copies = columns.value[span].astype(np.int64)
-            bins.append(take_pattern(columns.index[span], copies, demand, root.lengths, self.cap))
+            bins.append(take_pattern(columns.index[span], copies, demand, root))
         return self._to_items([b for b in bins if b.size]), None
 
     def _to_items(self, bins: list[NDArray[np.int64]] | None) -> NDArray[np.int64] | None:

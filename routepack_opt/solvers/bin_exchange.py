@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numba import njit
 
+from routepack_opt.solvers import bin_packing
 from routepack_opt.solvers.bin_packing import _next_random, random_state
 
 if TYPE_CHECKING:
@@ -390,6 +391,25 @@ def exchange(
         if time.perf_counter() - start > time_limit_s:
             return None
     return None
+
+
+def fill_and_exchange(
+    lengths: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    cap: int,
+    goal: int,
+    *,
+    max_count: int,
+    rng: np.random.Generator,
+    steps: int,
+    skip: float,
+) -> NDArray[np.int64] | None:
+    """Subset filling towards ``goal`` bins, repaired by exchanges; None when the goal was missed."""
+    limits: dict[str, Any] = {"max_count": max_count, "rng": rng}
+    bin_of = bin_packing.fill(lengths, counts, cap, max_bins=lengths.size, goal=goal, skip=skip, **limits)
+    if bin_of is None or int(bin_of.max()) < goal:
+        return bin_of
+    return exchange(lengths, counts, bin_of, cap, num_bins=goal, max_rounds=1, steps_per_round=steps, **limits)
 
 
 def warmup() -> None:

@@ -56,30 +56,37 @@ class Certificate:
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _knapsack_max(lengths: Any, counts: Any, weights: Any, cap: int) -> Any:
-    """Largest total weight of a multiset with total length <= cap and at most ``counts`` of each; exact in int64."""
-    best = np.zeros(cap + 1, np.int64)
-    other = np.zeros(cap + 1, np.int64)
+def _knapsack_max(lengths: Any, counts: Any, weights: Any, sizes: Any, cap: int, levels: int) -> Any:
+    """Largest total weight with total length <= cap, total size <= levels, at most ``counts`` of each; exact in int64.
+
+    Without a limit on sizes, sizes are 0 and so is ``levels``.
+    """
+    best = np.zeros((levels + 1, cap + 1), np.int64)
+    other = np.zeros((levels + 1, cap + 1), np.int64)
     for i in range(lengths.shape[0]):
         if weights[i] <= 0 or lengths[i] > cap:
             continue
         left = min(counts[i], cap // lengths[i])
+        if sizes[i] > 0:
+            left = min(left, levels // sizes[i])
         block = 1
         while left > 0:  # binary splitting of the copies
             take = min(block, left)
-            length, weight = take * lengths[i], take * weights[i]
+            length, weight, size = take * lengths[i], take * weights[i], take * sizes[i]
             # Two arrays instead of one updated in place: without the overlap the loop is vectorised.
             # (Loops rather than slices in every kernel: numba compiles a slice assignment in about a second.)
-            for c in range(length):
-                other[c] = best[c]
-            for c in range(cap + 1 - length):
-                with_block = best[c] + weight
-                without = best[c + length]
-                other[c + length] = with_block if with_block > without else without
+            for q in range(levels + 1):
+                start = length if q >= size else cap + 1
+                for c in range(start):
+                    other[q, c] = best[q, c]
+                for c in range(cap + 1 - start):
+                    with_block = best[q - size, c] + weight
+                    without = best[q, c + length]
+                    other[q, c + length] = with_block if with_block > without else without
             best, other = other, best
             left -= take
             block *= 2
-    return best[cap]
+    return best[levels, cap]
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -149,7 +156,15 @@ def _scan(lengths: Any, counts: Any, cap: int, parameters: Any, max_steps: int) 
     return best_bins, best_family, best_parameter
 
 
-def knapsack_max(lengths: NDArray[np.int64], counts: NDArray[np.int64], weights: NDArray[np.int64], cap: int) -> int:
+def knapsack_max(
+    lengths: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    weights: NDArray[np.int64],
+    cap: int,
+    *,
+    sizes: NDArray[np.int64] | None = None,
+    max_size: int = 0,
+) -> int:
     """Largest weight of a bin: bounded knapsack by dynamic programming over the capacity.
 
     Exact, but where the table would take gigabytes: then an upper bound, no token weighing more than the densest.
@@ -158,19 +173,30 @@ def knapsack_max(lengths: NDArray[np.int64], counts: NDArray[np.int64], weights:
     ----------
     lengths, counts, weights
         int64 [m], lengths >= 1.
+    sizes, max_size
+        int64 [m] samples of each item and the most of a bin; None: no limit.
     """
+    if sizes is None:
+        sizes, max_size = np.zeros_like(lengths), 0
     room = min(cap, int((lengths * counts).sum()))
-    if room > LARGEST_TABLE:
+    if (room + 1) * (max_size + 1) > LARGEST_TABLE:
         densest = max(int(w) * room // int(length) for length, w in zip(lengths, weights, strict=True))
         return min(densest, int((counts * weights).sum()))
-    return int(_knapsack_max(lengths, counts, weights, room))
+    return int(_knapsack_max(lengths, counts, weights, sizes, room, max_size))
 
 
 def certify(
-    kind: str, lengths: NDArray[np.int64], counts: NDArray[np.int64], weights: NDArray[np.int64], cap: int
+    kind: str,
+    lengths: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    weights: NDArray[np.int64],
+    cap: int,
+    *,
+    sizes: NDArray[np.int64] | None = None,
+    max_size: int = 0,
 ) -> Certificate:
     """Turn any non-negative integer weights into a checked certificate; weak weights only give a weak bound."""
-    heaviest = max(knapsack_max(lengths, counts, weights, cap), 1)
+    heaviest = max(knapsack_max(lengths, counts, weights, cap, sizes=sizes, max_size=max_size), 1)
     total = int((counts * weights).sum())
     return Certificate(kind, cap, lengths, weights, heaviest, -(-total // heaviest))
 

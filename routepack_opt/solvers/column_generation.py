@@ -63,13 +63,25 @@ class ColumnGeneration:
         int64 [m]: distinct lengths, decreasing, and how many of each.
     start
         Patterns to start from; together they must cover every length.
+    sizes, max_size
+        int64 [m] samples of an item of each length and the most of a bin; None: no limit.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int, start: Columns) -> None:
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        cap: int,
+        start: Columns,
+        *,
+        sizes: NDArray[np.int64] | None = None,
+        max_size: int = 0,
+    ) -> None:
         """Build the master; nothing is solved yet."""
         self.lengths, self.counts, self.cap = lengths, counts, cap
         self.demand = counts.copy()
-        self.pricer = Pricer(lengths, counts, cap)
+        self.sizes, self.max_size = sizes, max_size
+        self.pricer = Pricer(lengths, counts, cap, sizes=sizes, max_size=max_size)
         self.master = CoveringMaster(counts)
         self.patterns: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
         self.best_prices: NDArray[np.float64] | None = None
@@ -83,9 +95,11 @@ class ColumnGeneration:
         self.add(start)
 
     @staticmethod
-    def is_affordable(lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int, time_s: float) -> bool:
+    def is_affordable(
+        lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int, time_s: float, max_size: int = 0
+    ) -> bool:
         """Does the pricing table fit into memory, and are a few pricing rounds possible in the time?"""
-        size = Pricer.table_size(lengths, counts, cap) if lengths.size else MAX_TABLE + 1
+        size = Pricer.table_size(lengths, counts, cap, max_size) if lengths.size else MAX_TABLE + 1
         return size <= MAX_TABLE and MIN_ROUNDS * size * SECONDS_PER_ENTRY <= time_s
 
     def add(self, columns: Columns) -> None:
@@ -168,7 +182,9 @@ class ColumnGeneration:
     def integer_prices(self) -> tuple[NDArray[np.int64], int]:
         """The best prices in integers, and the most a bin can be worth under them (exact)."""
         weights = self._cut_prices()
-        return weights, bounds.knapsack_max(self.lengths, self.demand, weights, self.cap)
+        return weights, bounds.knapsack_max(
+            self.lengths, self.demand, weights, self.cap, sizes=self.sizes, max_size=self.max_size
+        )
 
     def certificate(self) -> bounds.Certificate:
         """The best bound found for the present demand, re-derived in integers."""
@@ -180,6 +196,8 @@ class ColumnGeneration:
             self.demand[shorter_first].copy(),
             weights[shorter_first].copy(),
             self.cap,
+            sizes=None if self.sizes is None else self.sizes[shorter_first].copy(),
+            max_size=self.max_size,
         )
 
 

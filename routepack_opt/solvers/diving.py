@@ -87,7 +87,7 @@ class Dive:
             undo = (demand.copy(), len(self.fixed), batch)
             for column in batch:
                 for _ in range(max(1, int(node.values[column] + TOLERANCE))):
-                    bin_ = take_pattern(*problem.patterns[column], demand, problem.lengths, problem.cap)
+                    bin_ = take_pattern(*problem.patterns[column], demand, problem)
                     if bin_.size:
                         self.fixed.append(bin_)
         return None
@@ -111,55 +111,42 @@ class Dive:
         lengths = self.problem.lengths[types]
         if int(lengths.sum()) > left * self.problem.cap:
             return None
-        found = pack(lengths, self.problem.cap, left, self.rng, num_rounds=1, steps=EXCHANGE_STEPS)
+        sizes = np.ones_like(lengths) if self.problem.sizes is None else self.problem.sizes[types]
+        limit = self.problem.max_size if self.problem.sizes is not None else bin_packing.NO_LIMIT
+        found = bin_exchange.fill_and_exchange(
+            lengths, sizes, self.problem.cap, left, max_count=limit, rng=self.rng, steps=EXCHANGE_STEPS, skip=0.0
+        )
         if found is None:
             return None
         return [types[found == b] for b in range(left) if (found == b).any()]
 
 
-def pack(
-    lengths: NDArray[np.int64], cap: int, num_bins: int, rng: np.random.Generator, *, num_rounds: int, steps: int
-) -> NDArray[np.int64] | None:
-    """Subset filling, then exchanges, for items in decreasing length without sample limit."""
-    ones = np.ones(lengths.size, dtype=np.int64)
-    found = bin_packing.fill(lengths, ones, cap, max_bins=lengths.size, goal=num_bins, rng=rng)
-    if found is None or int(found.max()) < num_bins:
-        return found
-    if num_bins <= bin_exchange.OPEN_BINS:
-        return None
-    return bin_exchange.exchange(
-        lengths,
-        ones,
-        found,
-        cap,
-        num_bins=num_bins,
-        max_count=lengths.size,
-        rng=rng,
-        max_rounds=num_rounds,
-        steps_per_round=steps,
-    )
-
-
 def take_pattern(
-    index: NDArray[np.int64], copies: NDArray[np.int64], demand: NDArray[np.int64], lengths: NDArray[np.int64], cap: int
+    index: NDArray[np.int64], copies: NDArray[np.int64], demand: NDArray[np.int64], problem: ColumnGeneration
 ) -> NDArray[np.int64]:
-    """One bin after a pattern, in place of ``demand``: a slot whose type is used up takes the next shorter length left.
+    """One bin after a pattern, taken off ``demand``: a slot whose type is used up takes the next shorter length left.
 
     Room that this leaves is filled with the longest lengths that fit.
     """
+    lengths = problem.lengths
+    sizes = np.zeros_like(lengths) if problem.sizes is None else problem.sizes
     taken: list[int] = []
-    room = cap
-    for t in np.repeat(index, copies)[np.argsort(np.repeat(index, copies), kind="stable")].tolist():
-        left = np.flatnonzero(demand[t:])
-        if left.size:
-            chosen = t + int(left[0])
-            taken.append(chosen)
-            demand[chosen] -= 1
-            room -= int(lengths[chosen])
-    while True:
-        fits = np.flatnonzero((lengths <= room) & (demand > 0))
-        if not fits.size:
-            return np.array(taken, dtype=np.int64)
-        taken.append(int(fits[0]))
-        demand[fits[0]] -= 1
-        room -= int(lengths[fits[0]])
+    room, level = problem.cap, problem.max_size
+
+    def take(candidates: NDArray[np.int64]) -> bool:
+        nonlocal room, level
+        legal = candidates[(demand[candidates] > 0) & (lengths[candidates] <= room) & (sizes[candidates] <= level)]
+        if not legal.size:
+            return False
+        chosen = int(legal[0])
+        taken.append(chosen)
+        demand[chosen] -= 1
+        room -= int(lengths[chosen])
+        level -= int(sizes[chosen])
+        return True
+
+    for slot in np.sort(np.repeat(index, copies)).tolist():
+        take(np.arange(slot, lengths.size))
+    while take(np.arange(lengths.size)):
+        pass
+    return np.array(taken, dtype=np.int64)

@@ -21,28 +21,29 @@ EPSILON = 1e-9  # a pattern improves when its value exceeds 1 by more than this
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _fill_table(lengths: Any, values: Any, cap: int, best: Any, other: Any, take: Any, last: Any) -> Any:
-    """take[k, c]: does the best pattern of blocks 0..k and length <= c use k; last[k]: best value that ends with k."""
-    for c in range(cap + 1):
-        best[c] = 0.0
+def _fill_table(
+    lengths: Any, values: Any, sizes: Any, cap: int, levels: int, best: Any, other: Any, take: Any, last: Any
+) -> Any:
+    """take[k, q, c]: does the best pattern of blocks 0..k within (q, c) use k; last[k]: best that ends in k."""
+    for q in range(levels + 1):
+        for c in range(cap + 1):
+            best[q, c] = 0.0
     for k in range(lengths.shape[0]):
-        length, value = lengths[k], values[k]
-        last[k] = value + best[cap - length]
-        if value <= 0.0:
-            for c in range(cap + 1):
-                take[k, c] = 0
-            continue
-        for c in range(length):
-            other[c] = best[c]
-            take[k, c] = 0
-        for c in range(cap + 1 - length):
-            with_block = best[c] + value
-            without = best[c + length]
-            better = with_block > without
-            other[c + length] = with_block if better else without
-            take[k, c + length] = better
+        length, value, size = lengths[k], values[k], sizes[k]
+        last[k] = value + best[levels - size, cap - length]
+        for q in range(levels + 1):
+            start = length if q >= size and value > 0.0 else cap + 1
+            for c in range(start):
+                other[q, c] = best[q, c]
+                take[k, q, c] = 0
+            for c in range(cap + 1 - start):
+                with_block = best[q - size, c] + value
+                without = best[q, c + length]
+                better = with_block > without
+                other[q, c + length] = with_block if better else without
+                take[k, q, c + length] = better
         best, other = other, best
-    return best[cap]
+    return best[levels, cap]
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -51,9 +52,11 @@ def _collect(
     lengths: Any,
     types: Any,
     copies: Any,
+    sizes: Any,
     take: Any,
     prices: Any,
     cap: int,
+    levels: int,
     max_columns: int,
     max_use: int,
     used: Any,
@@ -70,13 +73,14 @@ def _collect(
         k = order[at]
         begin = starts[num]
         end = begin
-        room = cap
+        room, level = cap, levels
         total = 0.0
         crowded = False
         j = k
         while j >= 0:
-            if j == k or take[j, room]:
+            if j == k or take[j, level, room]:
                 room -= lengths[j]
+                level -= sizes[j]
                 t = types[j]
                 total += prices[t] * copies[j]
                 crowded = crowded or used[t] >= max_use
@@ -119,45 +123,64 @@ class Pricer:
         int64 [m], distinct, decreasing, each <= cap.
     cap
         Bin capacity.
+    sizes, max_size
+        int64 [m] samples of an item of each type and the most of a bin; None: no limit.
     """
 
-    def __init__(self, lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int) -> None:
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        cap: int,
+        *,
+        sizes: NDArray[np.int64] | None = None,
+        max_size: int = 0,
+    ) -> None:
         """Allocate the table once, for the largest counts."""
         self.cap = cap
         self.lengths = lengths
+        self.levels = 0 if sizes is None else max_size
+        self.sizes = np.zeros_like(lengths) if sizes is None else sizes
         self.set_counts(counts)
-        self._take = np.empty((self.block_types.size, cap + 1), dtype=np.uint8)
+        shape = (self.levels + 1, cap + 1)
+        self._take = np.empty((self.block_types.size, *shape), dtype=np.uint8)
         self._last = np.empty(self.block_types.size)
-        self._best = np.empty(cap + 1)
-        self._other = np.empty(cap + 1)
+        self._best = np.empty(shape)
+        self._other = np.empty(shape)
 
     @staticmethod
-    def table_size(lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int) -> int:
-        """Bytes the table would take."""
+    def table_size(lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int, max_size: int = 0) -> int:
+        """Bytes the table would take (a little more than it does)."""
         copies = np.minimum(counts, cap // lengths)
-        return int(np.ceil(np.log2(copies + 1)).sum()) * (cap + 1)
+        return int(np.ceil(np.log2(copies + 1)).sum()) * (cap + 1) * (max_size + 1)
 
     def set_counts(self, counts: NDArray[np.int64]) -> None:
         """Copies of each type that a pattern may use; never more than at construction."""
+        most = np.minimum(counts, self.cap // self.lengths)
+        if self.levels:
+            most = np.minimum(most, self.levels // self.sizes)
         types, copies = [], []
-        for t, most in enumerate(np.minimum(counts, self.cap // self.lengths).tolist()):
+        for t, left in enumerate(most.tolist()):
             block = 1
-            while most > 0:
-                take = min(block, most)
+            while left > 0:
+                take = min(block, left)
                 types.append(t)
                 copies.append(take)
-                most -= take
+                left -= take
                 block *= 2
         self.block_types = np.array(types, dtype=np.int64)
         self.block_copies = np.array(copies, dtype=np.int64)
         self.block_lengths = self.lengths[self.block_types] * self.block_copies
+        self.block_sizes = self.sizes[self.block_types] * self.block_copies
 
     def price(self, prices: NDArray[np.float64]) -> float:
         """Largest value of a pattern under ``prices`` [m]; fills the table that :meth:`columns` reads."""
         num = self.block_types.size
         values = prices[self.block_types] * self.block_copies
         take, last = self._take[:num], self._last[:num]
-        return float(_fill_table(self.block_lengths, values, self.cap, self._best, self._other, take, last))
+        best, other = self._best, self._other
+        blocks = (self.block_lengths, values, self.block_sizes)
+        return float(_fill_table(*blocks, self.cap, self.levels, best, other, take, last))
 
     def columns(self, prices: NDArray[np.float64], *, max_columns: int, max_use: int) -> Columns:
         """Patterns of the last table worth more than 1 under ``prices``, each type in at most ``max_use`` of them."""
@@ -175,9 +198,11 @@ class Pricer:
             self.block_lengths,
             self.block_types,
             self.block_copies,
+            self.block_sizes,
             self._take[:num],
             prices,
             self.cap,
+            self.levels,
             max_columns,
             max_use,
             used,
