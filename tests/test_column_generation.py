@@ -143,6 +143,14 @@ def test_column_generation_beats_every_dual_feasible_function():
     assert result.rows == optimum
 
 
+def test_padded_lengths_are_decided_in_units_of_the_padding():
+    items, cap = [64 * x for x in (7, 7, 7, 6, 6, 5, 5, 5, 3)], 64 * 14 + 63
+    optimum = least_bins(decreasing(items).tolist(), cap)
+    assert answer(items, cap, optimum).bin_of is not None
+    refused = answer(items, cap, optimum - 1).refutation
+    assert refused is None or (refused.cap == cap and set(refused.lengths.tolist()) == set(items))
+
+
 def test_triplets_with_no_slack_at_all():
     rng = np.random.default_rng(3)
     items = []

@@ -8,7 +8,7 @@ patterns that can still matter, and exchanges look for a packing.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -101,6 +101,13 @@ def decide(
     deadline_s
         On the clock of ``time.perf_counter``.
     """
+    unit = int(np.gcd.reduce(lengths))
+    if unit > 1:  # padded lengths share a factor: the smaller problem is the same one
+        small = decide(lengths // unit, counts, cap // unit, goal, max_count=max_count, deadline_s=deadline_s, rng=rng)
+        if small.refutation is None:
+            return small
+        grown = replace(small.refutation, cap=cap, lengths=small.refutation.lengths * unit)
+        return replace(small, refutation=grown)
     # A limit that no bin within the capacity can reach is none, and bins may be fixed by length alone.
     limited = max_count < int(cap // lengths[-1]) * int(counts.max())
     max_count = max_count if limited else bin_packing.NO_LIMIT

@@ -22,6 +22,7 @@ _U_ALPHA, _HALF, _STEPS, _CARLIER, _PHI = 0, 1, 2, 3, 4
 KINDS = {_U_ALPHA: "l2", _HALF: "l2", _STEPS: "dff", _CARLIER: "dff", _PHI: "dff"}
 MAX_PARAMETERS = 256  # parameters tried per family: the scan stays under a millisecond for 2048 lengths
 LARGEST_TABLE = 1 << 24  # capacity up to which bins are weighed exactly: 128 MiB a table
+MAX_KNAPSACK = 500_000_000  # lengths x cap beyond which the check would take half a second
 MAX_STEPS = 64  # largest k of the step functions u^(k); beyond it the steps are finer than the items
 
 
@@ -178,6 +179,8 @@ def knapsack_max(
     """
     if sizes is None:
         sizes, max_size = np.zeros_like(lengths), 0
+    unit = max(int(np.gcd.reduce(lengths)), 1) if lengths.size else 1  # padded lengths share a factor
+    lengths, cap = lengths // unit, cap // unit
     room = min(cap, int((lengths * counts).sum()))
     if (room + 1) * (max_size + 1) > LARGEST_TABLE:
         densest = max(int(w) * room // int(length) for length, w in zip(lengths, weights, strict=True))
@@ -225,6 +228,8 @@ def function_bound(
     if small.size > MAX_PARAMETERS:
         small = small[np.linspace(0, small.size - 1, MAX_PARAMETERS).astype(np.int64)]
     parameters = np.unique(np.concatenate((small, np.array([max(cap // 3, 1), max(cap // 4, 1)], dtype=np.int64))))
+    if lengths.size * min(cap, int((lengths * counts).sum())) > MAX_KNAPSACK:
+        return None
     bins, family, parameter = _scan(lengths, counts, cap, parameters, min(MAX_STEPS, max(cap - 1, 1)))
     if bins <= above:
         return None
