@@ -133,6 +133,32 @@ def test_engines_agree_on_nine_atoms(seed: int) -> None:
 
 
 @pytest.mark.parametrize("engine", SOLVERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_lexicographic_phases_reach_the_best_score(engine: str, seed: int) -> None:
+    problem = random_problem(np.random.default_rng([17, seed]), 6, rules=False)
+    problem = dataclasses.replace(
+        problem,
+        shards=((0,), (1,)),
+        num_rows=2,
+        cap=256,  # a power of two: equal costs are equal to the last bit
+        cost=CostModel((Stage("s", 1.0, 0.0),), sync=("shard", "row")[seed % 2]),
+    )
+    best = min(problem.score(c) for _, c in all_scores(problem))
+    plain = solve_layout_exact(problem, engine=engine, time_limit_s=20.0)
+    exact = solve_layout_exact(problem, engine=engine, time_limit_s=20.0, lexicographic=True)
+    assert exact.score == best
+    assert exact.score <= plain.score and exact.bound == plain.bound
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_window_without_cost_is_any_layout(engine: str) -> None:
+    problem = random_problem(np.random.default_rng(4), 6, rules=False)
+    problem = dataclasses.replace(problem, loads=problem.loads * 0, cost=CostModel(()), shards=((0,), (1,)), num_rows=2)
+    exact = solve_layout_exact(problem, engine=engine, time_limit_s=20.0)
+    assert exact.status == "optimal" and exact.objective == exact.bound == exact.gap == 0.0
+
+
+@pytest.mark.parametrize("engine", SOLVERS)
 def test_no_time_leaves_the_hint_and_claims_nothing(engine: str) -> None:
     problem = dataclasses.replace(
         random_problem(np.random.default_rng(3), 12, rules=False), shards=((0,), (1,)), num_rows=3

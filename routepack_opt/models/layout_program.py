@@ -231,6 +231,16 @@ class LayoutProgram:
         ]
         self.program.cost = {self._largest(sums): 1}
 
+    def minimise_next(self, component: int, cell_of: NDArray[np.int64]) -> None:
+        """Keep the objective no worse than that of ``cell_of`` and minimise component 1 (total) or 2 (worst row)."""
+        cost = self.program.cost
+        self.program.add_row(list(cost), list(cost.values()), high=self.program.objective(self.values_of(cell_of)))
+        every = [row_shard for row in self.row_shards for row_shard in row]
+        if component == 1:
+            self.program.cost = {v: w for terms, ws in every for v, w in zip(terms, ws, strict=True)}
+        else:
+            self.program.cost = {self._largest(every): 1}
+
     def values_of(self, cell_of: NDArray[np.int64]) -> NDArray[np.int64]:
         """int64 [variables] of a layout in canonical form; maxima are as small as they can be."""
         values = np.zeros(len(self.program.lower), dtype=np.int64)
