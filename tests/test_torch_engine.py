@@ -55,9 +55,9 @@ def stir(pop: TorchPopulation, rng: np.random.Generator) -> None:
     unit = unit_of(pop)
     for temperature in (1.0, 0.1, 0.01):
         pop.anneal(temperature * unit, 19, relocate_share=0.3)
-        pop.refine(0.1 * temperature * unit, 20)
+        pop.refine(0.1 * temperature * unit, 20, smooth=temperature > 0.5)
         pop.resample(rng.integers(0, pop.num_members, pop.num_members))
-        pop.anneal(rng.random(pop.num_members) * temperature * unit, 5, relocate_share=0.3)
+        pop.anneal(rng.random(pop.num_members) * temperature * unit, 5, relocate_share=0.3, num_tries=2)
 
 
 def real_state(pop: TorchPopulation) -> dict[str, np.ndarray]:
@@ -136,6 +136,23 @@ def test_cold_swaps_of_experts_never_raise_the_cost_of_one_shard(device: str) ->
         assert (pop.scores()[:, 1] <= before * (1 + 1e-12)).all()
 
 
+def test_cold_smooth_swaps_never_raise_the_smooth_cost(device: str) -> None:
+    def smooth_cost(pop: TorchPopulation) -> np.ndarray:
+        sizes = pop.sizes
+        loads = pop._state.loads_MXW.view(sizes.members, sizes.rows, sizes.ranks, sizes.layers)
+        loads = loads[:, : sizes.real_rows].cpu().numpy().astype(np.float64)
+        mean = np.maximum(loads.mean(axis=2), 1.0)
+        powers = ((loads / mean[:, :, None]) ** 12).sum(axis=2)
+        return np.asarray((mean * powers * pop.problem.gamma).sum(axis=(1, 2)))
+
+    rng = np.random.default_rng(9)
+    for _ in range(6):
+        pop = population(*random_chain_problem(rng, num_shards=1), device)
+        before = smooth_cost(pop)
+        pop.refine(0.0, 50, smooth=True)
+        assert (smooth_cost(pop) <= before * (1 + 1e-9)).all()
+
+
 def test_improves_on_its_start_like_the_compiled_chain(device: str) -> None:
     rng = np.random.default_rng(11)
     n, num_layers, num_experts = 96, 4, 16
@@ -206,6 +223,30 @@ def test_resampling_copies_members_and_keeps_incumbents(device: str) -> None:
         pop.resample(np.zeros(2, dtype=np.int64))
 
 
+def test_restart_is_like_a_new_population(device: str) -> None:
+    problem, cell_of, rank_of = random_chain_problem(np.random.default_rng(18))
+    pop = population(problem, cell_of, rank_of, device)
+    stir(pop, np.random.default_rng(0))
+    cells, ranks = pop.state()
+    pop.restart(cells[::-1], ranks[::-1])
+    fresh = TorchPopulation(problem, cells[::-1], ranks[::-1], device=device, seed=1, num_tries=3)
+    assert np.array_equal(pop.scores(), fresh.scores())
+    assert pop.best()[2] == fresh.best()[2]
+    assert pop.statistics().num_scored.sum() == 0
+    for name, tensor in real_state(fresh).items():
+        assert np.array_equal(real_state(pop)[name], tensor)
+
+
+def test_spread_weighs_slowest_shard_and_mean(device: str) -> None:
+    problem, cell_of, rank_of = random_chain_problem(np.random.default_rng(19), num_shards=3)
+    pop = population(problem, cell_of, rank_of, device, spread=0.5)
+    for spread in (0.5, 0.0, 1.0):
+        pop.set_spread(spread)
+        scores = pop.scores()
+        expected = (1 - spread) * scores[:, 0] + spread * scores[:, 1] / 3
+        assert pop.energies().cpu().numpy() == pytest.approx(expected, rel=1e-12)
+
+
 def test_statistics_count_and_start_anew(device: str) -> None:
     problem, cell_of, rank_of = random_chain_problem(np.random.default_rng(13))
     pop = population(problem, cell_of, rank_of, device)
@@ -248,22 +289,24 @@ def test_rounds_never_look_at_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
         pop = population(problem, cell_of, rank_of, "meta")
         pop.anneal(1.0, 1)
         pop.refine(1.0, 3)
+        pop.refine(1.0, 3, smooth=True)
         pop.resample(np.zeros(MEMBERS, dtype=np.int64))
         assert pop.energies().device.type == "meta"
 
 
 @pytest.mark.gpu
-def test_graphs_change_nothing() -> None:
+def test_graphs_and_compiled_rounds_change_nothing() -> None:
     runs = []
-    for use_graph in (False, True):
+    for options in ({"use_graph": False}, {"use_graph": True}, {"use_graph": True, "compiled": True}):
         rng = np.random.default_rng(16)
-        pop = population(*random_chain_problem(rng), "cuda", use_graph=use_graph)
+        pop = population(*random_chain_problem(rng), "cuda", **options)
         for _ in range(2):
             pop.anneal(0.1, 40)
             pop.refine(0.01, 100)
         stir(pop, rng)
         runs.append((*pop.state(), pop.scores()))
-    assert all(np.array_equal(a, b) for a, b in zip(*runs, strict=True))
+    for other in runs[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(runs[0], other, strict=True))
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
 
 class Draws(NamedTuple):
-    """All proposals of a block of Q rounds: everything that does not depend on what the block itself accepts."""
+    """Proposals of a round, or with a leading axis Q of a block: all that does not depend on what is accepted."""
 
-    homes_Q2MS: torch.Tensor  # int64, flat row that i leaves, and that it enters: another one or the same
-    rows_Q2MS: torch.Tensor  # int64, the two rows of the slot: its homes, or one home and a row that is not touched
-    atoms_Q2MSC: torch.Tensor  # int64, flat atom i of the first home and j of the second (null for relocations)
-    target_Q2MSC: torch.Tensor  # int64, flat cell a relocation enters; -1 for the first side and for swaps
-    leaving_Q2MSCF: torch.Tensor  # int64, features the cell of i loses (i - j), and the cell of j
-    free_QMSC: torch.Tensor  # bool, the move may change DP ranks
-    limit_QMSC: torch.Tensor  # float64, largest energy change to accept
+    homes_2MS: torch.Tensor  # int64, flat row that i leaves, and that it enters: another one or the same
+    rows_2MS: torch.Tensor  # int64, the two rows of the slot: its homes, or one home and a row that is not touched
+    atoms_2MSC: torch.Tensor  # int64, flat atom i of the first home and j of the second (null for relocations)
+    target_2MSC: torch.Tensor  # int64, flat cell a relocation enters; -1 for the first side and for swaps
+    leaving_2MSCF: torch.Tensor  # int64, features the cell of i loses (i - j), and the cell of j
+    free_MSC: torch.Tensor  # bool, the move may change DP ranks
+    limit_MSC: torch.Tensor  # float64, largest energy change to accept
 
 
 def draw_block(
@@ -39,27 +39,11 @@ def draw_block(
     round finds them infeasible. Partners of similar length fit more often in full cells: the distance in the order of
     the row's lengths is drawn log-uniformly.
     """
-    m, n, s, c = sizes.members, sizes.atoms, sizes.slots, sizes.candidates
+    n, c = sizes.atoms, sizes.candidates
     device = tables.member_M.device
-    unit1, unit2 = torch.rand(num_rounds, m, 2 * s, generator=generator, device=device).argsort(-1).split(s, dim=2)
-    idle1 = unit1 >= sizes.num_units
-    unit1, unit2 = torch.where(idle1, unit2, unit1), torch.where(idle1, unit1, unit2)
-    chance = torch.rand(3, num_rounds, m, s, generator=generator, device=device)
-    alone = sizes.cells * sizes.unit == 1  # a row of one cell has nothing to move inside
-    inside = unit2 >= sizes.num_units
-    if not alone:
-        inside = inside | (chance[0] < 1.0 / sizes.num_units)
-    x, y = unit1 * sizes.unit, torch.where(inside, unit1, unit2) * sizes.unit
-    z = unit2 * sizes.unit
-    if sizes.unit > 1:
-        x = x + _pick(chance[1], sizes.unit)
-        y = y + _pick(chance[2], sizes.unit)
-        z = torch.where(x == y, z, y)
-    base = (tables.member_M * sizes.rows)[:, None]
-    x, y, z = x + base, y + base, z + base
-
+    x, y, z = _draw_rows(sizes, tables, generator, num_rounds)
     order = _rows_in_order(sizes, tables, state)
-    u = torch.rand(6, num_rounds, m, s, c, generator=generator, device=device)
+    u = torch.rand(6, *x.shape, c, generator=generator, device=device)
     x4, y4 = x[..., None], y[..., None]
     i = order.atoms_MN[order.start_MX[x4] + _pick(u[0], order.count_MX[x4])]
     count = order.count_MX[y4]
@@ -76,14 +60,35 @@ def draw_block(
     if tables.equal_samples:
         tied = tied | (leaving[..., SAMPLES] != 0)
     return Draws(
-        homes_Q2MS=torch.stack([x, y], dim=1),
-        rows_Q2MS=torch.stack([x, z], dim=1),
-        atoms_Q2MSC=torch.stack([i, j], dim=1) + (tables.member_M * (n + 1))[:, None, None],
-        target_Q2MSC=torch.stack([torch.full_like(target, -1), target], dim=1),
-        leaving_Q2MSCF=torch.stack([leaving, -leaving], dim=1),
-        free_QMSC=~tied,
-        limit_QMSC=-torch.log1p(-u[5].to(torch.float64)) * temperature_M[:, None, None],
+        homes_2MS=torch.stack([x, y], dim=1),
+        rows_2MS=torch.stack([x, z], dim=1),
+        atoms_2MSC=torch.stack([i, j], dim=1) + (tables.member_M * (n + 1))[:, None, None],
+        target_2MSC=torch.stack([torch.full_like(target, -1), target], dim=1),
+        leaving_2MSCF=torch.stack([leaving, -leaving], dim=1),
+        free_MSC=~tied,
+        limit_MSC=-torch.log1p(-u[5].to(torch.float64)) * temperature_M[:, None, None],
     )
+
+
+def _draw_rows(
+    sizes: Sizes, tables: Tables, generator: torch.Generator, num_rounds: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Flat rows [Q, M, S]: the two homes of every slot, and the second row it owns; see :class:`Draws`."""
+    shape, device = (num_rounds, sizes.members, sizes.slots), tables.member_M.device
+    order = torch.rand(*shape[:2], 2 * sizes.slots, generator=generator, device=device).argsort(-1)
+    unit1, unit2 = order.split(sizes.slots, dim=2)
+    idle = unit1 >= sizes.num_units
+    unit1, unit2 = torch.where(idle, unit2, unit1), torch.where(idle, unit1, unit2)
+    u = torch.rand(3, *shape, generator=generator, device=device)
+    inside = unit2 >= sizes.num_units
+    if sizes.cells * sizes.unit > 1:  # a row of one cell has nothing to move inside
+        inside = inside | (u[0] < 1.0 / sizes.num_units)
+    x, y, z = unit1 * sizes.unit, torch.where(inside, unit1, unit2) * sizes.unit, unit2 * sizes.unit
+    if sizes.unit > 1:
+        x, y = x + _pick(u[1], sizes.unit), y + _pick(u[2], sizes.unit)
+        z = torch.where(x == y, z, y)
+    base = (tables.member_M * sizes.rows)[:, None]
+    return x + base, y + base, z + base
 
 
 def _pick(uniform: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:

@@ -58,9 +58,9 @@ class Costs(NamedTuple):
     experts_2MST: torch.Tensor
 
 
-def run_round(sizes: Sizes, tables: Tables, state: State, atom_loads: torch.Tensor, draws: Draws, index: int) -> None:
-    """Score and accept round ``index`` of a block."""
-    tries = _feasible_tries(sizes, tables, state, draws, index)
+def run_round(sizes: Sizes, tables: Tables, state: State, atom_loads: torch.Tensor, draw: Draws) -> None:
+    """Score and accept the proposals of one round."""
+    tries = _feasible_tries(sizes, tables, state, draw)
     costs = _costs(sizes, tables, state, atom_loads, tries)
     d_2MST = costs.total_2MST - costs.old_2MS[..., None]
     if sizes.shards == 1:
@@ -80,14 +80,14 @@ def _fits(tables: Tables, cells: torch.Tensor) -> torch.Tensor:
     return fits & (cells[..., SAMPLES] <= tables.max_samples)
 
 
-def _feasible_tries(sizes: Sizes, tables: Tables, state: State, draws: Draws, index: int) -> Tries:
+def _feasible_tries(sizes: Sizes, tables: Tables, state: State, draw: Draws) -> Tries:
     """The first T feasible candidates of every slot."""
-    atoms, homes, target = draws.atoms_Q2MSC[index], draws.homes_Q2MS[index], draws.target_Q2MSC[index]
-    cells = torch.where(target >= 0, target, state.cell_of_MN[atoms])
-    after = state.cells_BF[cells] - draws.leaving_Q2MSCF[index]
+    homes, atoms = draw.homes_2MS, draw.atoms_2MSC
+    cells = torch.where(draw.target_2MSC >= 0, draw.target_2MSC, state.cell_of_MN[atoms])
+    after = state.cells_BF[cells] - draw.leaving_2MSCF
     feasible = (_fits(tables, after) & (cells // sizes.cells == homes[..., None])).all(0) & (cells[0] != cells[1])
     ranks = tables.rank_B[cells]
-    feasible &= draws.free_QMSC[index] | (ranks[0] == ranks[1])
+    feasible &= draw.free_MSC | (ranks[0] == ranks[1])
 
     # the k-th feasible candidate goes to place k; infeasible and surplus ones to a scrap place at the end
     place = (feasible.cumsum(-1) - 1).masked_fill_(~feasible, sizes.tries).clamp_(max=sizes.tries)
@@ -97,12 +97,12 @@ def _feasible_tries(sizes: Sizes, tables: Tables, state: State, draws: Draws, in
     flat = (tables.slot_MS1 * sizes.candidates + kept.clamp(max=sizes.candidates - 1)).view(-1)
     shape = (2, *real.shape)
     return Tries(
-        rows_2MS=draws.rows_Q2MS[index],
+        rows_2MS=draw.rows_2MS,
         homes_2MS=homes,
         atoms_2MST=atoms.view(2, -1).index_select(1, flat).view(shape),
         cells_2MST=cells.view(2, -1).index_select(1, flat).view(shape),
         after_2MSTF=after.view(2, -1, 5).index_select(1, flat).view(*shape, 5),
-        limit_MST=draws.limit_QMSC[index].view(-1).index_select(0, flat).view(real.shape),
+        limit_MST=draw.limit_MSC.view(-1).index_select(0, flat).view(real.shape),
         real_MST=real,
     )
 
@@ -191,7 +191,7 @@ def _row_sync_change(
     rise = new.amax(-1) - old.amax(-1)
     together = (shards_2MSG[0, ..., 0] == shards_2MSG[1, ..., 0])[..., None]  # one row: count it once
     rises = rise[0] + rise[1].masked_fill(together, 0.0)
-    return (1.0 - tables.spread) * rises + tables.spread / sizes.shards * d_2MST.sum(0)
+    return tables.slowest_share * rises + tables.mean_share * d_2MST.sum(0)
 
 
 def _first_in_turn(sizes: Sizes, tables: Tables, state: State, tries: Tries, d_2MST: torch.Tensor) -> torch.Tensor:
@@ -199,14 +199,14 @@ def _first_in_turn(sizes: Sizes, tables: Tables, state: State, tries: Tries, d_2
     costs_MX = state.costs_MX.view(sizes.members, sizes.rows)[:, : sizes.real_rows]
     sums_MG = costs_MX.reshape(sizes.members, -1, sizes.shards).sum(1)
     d_MSTG = (d_2MST[..., None] * tables.shard_MXG[tries.rows_2MS][..., None, :]).sum(0)
-    rest = tables.spread / sizes.shards * d_2MST.sum(0) - tries.limit_MST
+    rest = tables.mean_share * d_2MST.sum(0) - tries.limit_MST
     rest = rest.masked_fill_(~tries.real_MST, float("inf"))
     slowest = sums_MG.amax(-1, keepdim=True)
     firsts = []
     for slot in range(sizes.slots):
         d_MTG = d_MSTG[:, slot]
         peaks_MT = (sums_MG[:, None] + d_MTG).amax(-1)
-        first = _first(tables, (1.0 - tables.spread) * (peaks_MT - slowest) + rest[:, slot] <= 0.0)
+        first = _first(tables, tables.slowest_share * (peaks_MT - slowest) + rest[:, slot] <= 0.0)
         firsts.append(first)
         passed = tables.try_T != first[:, None]
         sums_MG = sums_MG + d_MTG.masked_fill(passed[..., None], 0.0).sum(1)

@@ -5,8 +5,8 @@ Imported only when the torch engine is used: the package itself needs no torch. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,12 +14,14 @@ import torch
 from routepack_opt.solvers.annealing.exact_score import score_assignment, scores_of_counts
 from routepack_opt.solvers.annealing.torch_draws import draw_block
 from routepack_opt.solvers.annealing.torch_graph import RoundBlock
+from routepack_opt.solvers.annealing.torch_incumbents import Incumbents
 from routepack_opt.solvers.annealing.torch_kernels import run_round
 from routepack_opt.solvers.annealing.torch_state import (
     SQUARES,
     TOKENS,
     Numbering,
     Sizes,
+    Tables,
     build_tables,
     empty_state,
     recompute,
@@ -31,6 +33,8 @@ from routepack_opt.solvers.annealing.torch_swaps import (
     build_atom_loads,
     build_vectors,
     draw_swaps,
+    load_swaps,
+    store_swaps,
     swap_round,
 )
 
@@ -41,7 +45,7 @@ if TYPE_CHECKING:
     from routepack_opt.solvers.annealing.chain import ChainProblem
 
 _BLOCK_ROUNDS = 16  # rounds between two looks at which atoms lie where, and the length of a captured graph
-_SWAP_BLOCK_ROUNDS = 16
+_CANDIDATES_PER_TRY = 3  # a quarter to a half of the proposals is feasible in full cells
 _EXACT_FLOAT32 = 1 << 24
 
 
@@ -60,6 +64,14 @@ class Statistics:
     mean_energy: NDArray[np.float64]
 
 
+class _Moves(NamedTuple):
+    """What a round of moves with one number of tries needs."""
+
+    sizes: Sizes
+    tables: Tables
+    block: RoundBlock
+
+
 class TorchPopulation:
     """M layouts, with their placements, that ``anneal`` and ``refine`` change in place on a device."""
 
@@ -73,9 +85,9 @@ class TorchPopulation:
         seed: int,
         spread: float = 0.5,
         num_tries: int = 8,
-        num_candidates: int | None = None,
         shared_placement: bool = False,
         use_graph: bool | None = None,
+        compiled: bool = False,
     ) -> None:
         """Start from given layouts and placements.
 
@@ -93,13 +105,13 @@ class TorchPopulation:
             How much of the energy is the mean over shards, see :mod:`.energy`.
         num_tries
             T, most proposals of a slot scored in a round. More cost less each; past the first accepted one they are
-            wasted.
-        num_candidates
-            C, proposals drawn for a slot, of which the first T feasible ones are scored; None: 3 T.
+            wasted: a good T times the share of accepted tries is 0.3 or less.
         shared_placement
             Keep one placement [L, E] and one table of loads for all members; ``refine`` is then not allowed.
         use_graph
             Replay rounds as CUDA graphs. None: on CUDA devices.
+        compiled
+            Fuse the kernels of a round with ``torch.compile``, see :class:`.torch_graph.RoundBlock`.
 
         Raises
         ------
@@ -110,41 +122,29 @@ class TorchPopulation:
         self.device = torch.device(device)
         self.num_members = int(cell_of.shape[0])
         self.shared_placement = shared_placement
-        sizes = self.sizes = Sizes.of(problem, self.num_members, num_tries, num_candidates or 3 * num_tries)
-        if cell_of.shape != (sizes.members, sizes.atoms):
-            raise ValueError(f"cell_of: shape {cell_of.shape}, expected (members, {sizes.atoms})")
-        if rank_of.shape[-2:] != (sizes.layers, sizes.experts) or rank_of.shape[:-2] not in ((), (sizes.members,)):
-            raise ValueError(f"rank_of: shape {rank_of.shape}, expected ([members,] {sizes.layers}, {sizes.experts})")
-        if shared_placement and rank_of.ndim != 2:
-            raise ValueError("rank_of: one placement [L, E] is needed with shared_placement")
-        self.generator = torch.Generator(self.device)
-        self.generator.manual_seed(seed % 2**63)
+        sizes = self.sizes = Sizes.of(problem, self.num_members, num_tries, _CANDIDATES_PER_TRY * num_tries)
+        self._use_graph = self.device.type == "cuda" if use_graph is None else use_graph
+        self._compiled = compiled
+        self._generator = torch.Generator(self.device)
+        self._generator.manual_seed(seed % 2**63)
         self._numbering = Numbering.of(problem, sizes)
         self._tables = build_tables(problem, sizes, self._numbering, self.device, spread)
         self._state = empty_state(sizes, self.device)
-        self._demand_LNE = self._float_demand()
+        self._demand_LNE = self._float_demand(problem)
         num_placements = 1 if shared_placement else sizes.members
-        ranks = torch.from_numpy(np.ascontiguousarray(rank_of, dtype=np.int64)).to(self.device)
-        self._rank_of = ranks.expand(num_placements, -1, -1).clone()
+        width = sizes.ranks * sizes.layers
         self._atom_loads = torch.zeros(
-            (num_placements * (sizes.atoms + 1), sizes.ranks * sizes.layers), dtype=torch.int32, device=self.device
+            (num_placements * (sizes.atoms + 1), width), dtype=torch.int32, device=self.device
         )
-        self._load_cells(cell_of)
-        self.rebuild()
-        self._temperature_M = torch.zeros(sizes.members, dtype=torch.float64, device=self.device)
-        graph = self.device.type == "cuda" if use_graph is None else use_graph
-        self._use_graph = graph
-        self._moves = RoundBlock(
-            lambda draws, index: run_round(sizes, self._tables, self._state, self._atom_loads, draws, index),
-            _BLOCK_ROUNDS,
-            list(self._state),
-            graph,
+        self._rank_of = torch.zeros(
+            (num_placements, sizes.layers, sizes.experts), dtype=torch.int64, device=self.device
         )
+        self._load(cell_of, rank_of)
+        self._moves: dict[int, _Moves] = {}
         self._swaps: SwapState | None = None
-        self._swap_block: RoundBlock | None = None
-        self._best_cell = self._state.cell_of_MN.clone()
-        self._best_rank = self._rank_of.to(torch.int16)
-        self._best_score = score_terms(sizes, self._tables, self._state)
+        self._swap_blocks: dict[bool, RoundBlock] = {}
+        self._incumbents = Incumbents(self._score_terms(), self._cells_MN, self._rank_of)
+        self._temperature_M = torch.zeros(sizes.members, dtype=torch.float64, device=self.device)
         self._num_swaps_M = torch.zeros_like(self._state.num_accepted_M)
         self._energy_sum_M = torch.zeros_like(self._temperature_M)
         self._num_energies = self._num_proposed = 0
@@ -152,16 +152,25 @@ class TorchPopulation:
     @staticmethod
     def member_bytes(problem: ChainProblem, num_tries: int = 8) -> int:
         """Rough device memory one member takes, its share of temporary tensors included."""
-        sizes = Sizes.of(problem, 1, num_tries, 3 * num_tries)
+        sizes = Sizes.of(problem, 1, num_tries, _CANDIDATES_PER_TRY * num_tries)
         width = sizes.ranks * sizes.layers
         loads = 4 * width * (sizes.atoms + sizes.rows)
-        tries = sizes.slots * num_tries * (4 * 4 * width + _BLOCK_ROUNDS * 750 + 100 * sizes.cells)
-        swaps = 4 * sizes.layers * sizes.real_rows * (2 * sizes.experts + 4 * sizes.ranks + 8 * num_tries)
-        return loads + tries + swaps + 30 * sizes.layers * sizes.experts + 32 * sizes.atoms
+        draws = _BLOCK_ROUNDS * 250 * sizes.candidates * sizes.slots
+        tries = sizes.slots * num_tries * (4 * 4 * width + 100 * sizes.cells)
+        swaps = 4 * sizes.layers * sizes.real_rows * (2 * sizes.experts + 4 * sizes.ranks + 30 * num_tries)
+        return loads + draws + tries + swaps + 30 * sizes.layers * sizes.experts + 32 * sizes.atoms
 
-    def _float_demand(self) -> torch.Tensor:
+    @property
+    def _cells_MN(self) -> torch.Tensor:
+        """int64 [M, N + 1], a view."""
+        return self._state.cell_of_MN.view(self.num_members, -1)
+
+    def _score_terms(self) -> torch.Tensor:
+        return score_terms(self.sizes, self._tables, self._state)
+
+    def _float_demand(self, problem: ChainProblem) -> torch.Tensor:
         """[L, N, E] in the narrowest float type whose sums are exact here."""
-        demand = self.problem.demand[self._numbering.order] >> self.problem.shift
+        demand = problem.demand_of(self._numbering.order) >> problem.shift
         largest = max(
             int(demand.sum(axis=0, dtype=np.int64).max(initial=0)),
             int(demand.sum(axis=2, dtype=np.int64).max(initial=0)),
@@ -171,45 +180,88 @@ class TorchPopulation:
         tensor = torch.from_numpy(np.ascontiguousarray(demand.transpose(1, 0, 2))).to(self.device)
         return tensor.to(torch.float32 if narrow else torch.float64)
 
-    def _load_cells(self, cell_of: NDArray[np.int64]) -> None:
+    def _load(self, cell_of: NDArray[np.int64], rank_of: NDArray[np.int64]) -> None:
+        sizes = self.sizes
+        if cell_of.shape != (sizes.members, sizes.atoms):
+            raise ValueError(f"cell_of: shape {cell_of.shape}, expected ({sizes.members}, {sizes.atoms})")
+        if rank_of.shape[-2:] != (sizes.layers, sizes.experts) or rank_of.shape[:-2] not in ((), (sizes.members,)):
+            raise ValueError(f"rank_of: shape {rank_of.shape}, expected ([members,] {sizes.layers}, {sizes.experts})")
+        if self.shared_placement and rank_of.ndim != 2:
+            raise ValueError("rank_of: one placement [L, E] is needed with shared_placement")
         inner = self._numbering.inner_cell[cell_of[:, self._numbering.order]]
-        inner = inner + np.arange(self.num_members)[:, None] * (self.sizes.rows * self.sizes.cells)
-        cells = self._state.cell_of_MN.view(self.num_members, -1)
-        cells[:, :-1].copy_(torch.from_numpy(inner).to(self.device))
-        cells[:, -1].zero_()
+        inner = inner + np.arange(self.num_members)[:, None] * (sizes.rows * sizes.cells)
+        self._cells_MN[:, :-1].copy_(torch.from_numpy(inner).to(self.device))
+        self._cells_MN[:, -1].zero_()
+        self._rank_of.copy_(torch.from_numpy(np.ascontiguousarray(rank_of, dtype=np.int64)).to(self.device))
+        self.rebuild()
+
+    def restart(self, cell_of: NDArray[np.int64], rank_of: NDArray[np.int64]) -> None:
+        """Start anew from other layouts [M, n] and placements, keeping captured graphs and compiled kernels."""
+        self._load(cell_of, rank_of)
+        self._incumbents.reset(self._score_terms(), self._cells_MN, self._rank_of)
+        self.statistics()
 
     def rebuild(self) -> None:
         """Recompute loads of every atom from the placements, then everything else from the cells."""
         build_atom_loads(self.sizes, self._demand_LNE, self._rank_of, self._atom_loads)
         recompute(self.sizes, self._tables, self._state, self._atom_loads)
 
-    def anneal(self, temperature: float | NDArray[np.float64], num_rounds: int, relocate_share: float = 0.15) -> int:
+    def set_spread(self, spread: float) -> None:
+        """Change how much of the energy is the mean over shards, see :mod:`.energy`."""
+        self._tables.slowest_share.fill_(1.0 - spread)
+        self._tables.mean_share.fill_(spread / self.sizes.shards)
+
+    def anneal(
+        self,
+        temperature: float | NDArray[np.float64],
+        num_rounds: int,
+        relocate_share: float = 0.15,
+        num_tries: int | None = None,
+    ) -> int:
         """Run ``num_rounds`` rounds of Metropolis moves of atoms, at one temperature or one per member.
 
         Returns at once on a CUDA device: nothing waits for the result. Incumbents are offered every few rounds.
+        ``num_tries`` replaces that of the population; every new value means a new graph to capture.
 
         Returns
         -------
         Number of candidates of all members together, feasible or not.
         """
         self._temperature_M.copy_(torch.as_tensor(temperature, dtype=torch.float64))
-        left = num_rounds
-        while left > 0:
-            count = min(left, _BLOCK_ROUNDS)
-            draws = draw_block(
-                self.sizes, self._tables, self._state, self.generator, count, self._temperature_M, relocate_share
-            )
-            self._moves.run(draws, count)
-            self._offer()
+        sizes, tables, block = self._moves_with(num_tries or self.sizes.tries)
+        for start in range(0, num_rounds, _BLOCK_ROUNDS):
+            count = min(num_rounds - start, _BLOCK_ROUNDS)
+            draws = draw_block(sizes, tables, self._state, self._generator, count, self._temperature_M, relocate_share)
+            block.run(draws, count)
+            self._incumbents.offer(self._score_terms(), self._cells_MN, self._rank_of)
             self._energy_sum_M += self.energies()
             self._num_energies += 1
-            left -= count
-        proposed = num_rounds * self.sizes.slots * self.sizes.candidates
+        proposed = num_rounds * sizes.slots * sizes.candidates
         self._num_proposed += proposed
         return proposed * self.num_members
 
-    def refine(self, temperature: float | NDArray[np.float64], steps: int) -> int:
+    def _moves_with(self, num_tries: int) -> _Moves:
+        if num_tries not in self._moves:
+            state, atom_loads = self._state, self._atom_loads
+            sizes = replace(self.sizes, tries=num_tries, candidates=_CANDIDATES_PER_TRY * num_tries)
+            tables = self._tables._replace(
+                try_T=torch.arange(sizes.tries, device=self.device),
+                candidate_C=torch.arange(sizes.candidates, device=self.device),
+            )
+            block = RoundBlock(
+                lambda draw: run_round(sizes, tables, state, atom_loads, draw),
+                _BLOCK_ROUNDS,
+                list(state),
+                self._use_graph,
+                self._compiled,
+            )
+            self._moves[num_tries] = _Moves(sizes, tables, block)
+        return self._moves[num_tries]
+
+    def refine(self, temperature: float | NDArray[np.float64], steps: int, smooth: bool = False) -> int:
         """Metropolis swaps of experts against the standing rows, at least ``steps`` proposals a layer and member.
+
+        ``smooth`` swaps on the smooth stand-in for the maximum of :func:`.rank_swaps.level_experts`.
 
         Returns
         -------
@@ -222,80 +274,44 @@ class TorchPopulation:
         """
         if self.shared_placement:
             raise ValueError("refine: the members share one placement")
-        sizes = self.sizes
+        sizes, tables = self.sizes, self._tables
         self._temperature_M.copy_(torch.as_tensor(temperature, dtype=torch.float64))
-        swaps = self._start_swaps()
-        assert self._swap_block is not None
-        left = num_rounds = -(-steps // sizes.tries)
-        while left > 0:
-            count = min(left, _SWAP_BLOCK_ROUNDS)
-            draws = draw_swaps(sizes, self._tables, self.generator, count, self._temperature_M)
-            self._swap_block.run(draws, count)
-            left -= count
-        self._rank_of.copy_(swaps.rank_MLE)
-        loads = self._state.loads_MXW.view(sizes.members, sizes.rows, sizes.ranks, sizes.layers)
-        sums = swaps.sums_MLPX.view(sizes.members, sizes.layers, sizes.ranks, sizes.real_rows)
-        loads[:, : sizes.real_rows].copy_(sums.permute(0, 3, 2, 1))
+        swaps, block = self._swaps_with(smooth)
+        demand_NW = self._demand_LNE.transpose(0, 1).reshape(sizes.atoms, -1)
+        build_vectors(sizes, demand_NW, self._cells_MN[:, :-1], swaps.vectors_MLEX)
+        load_swaps(sizes, tables, self._state, self._rank_of, swaps)
+        num_rounds = -(-steps // sizes.tries)
+        for start in range(0, num_rounds, _BLOCK_ROUNDS):
+            count = min(num_rounds - start, _BLOCK_ROUNDS)
+            block.run(draw_swaps(sizes, tables, self._generator, count, self._temperature_M), count)
+        store_swaps(sizes, swaps, self._state, self._rank_of)
         build_atom_loads(sizes, self._demand_LNE, self._rank_of, self._atom_loads)
-        recompute_costs(sizes, self._tables, self._state)
+        recompute_costs(sizes, tables, self._state)
         self._num_swaps_M += swaps.num_accepted_M
-        self._offer()
+        self._incumbents.offer(self._score_terms(), self._cells_MN, self._rank_of)
         return num_rounds * sizes.tries * sizes.layers * sizes.members
 
-    def _start_swaps(self) -> SwapState:
+    def _swaps_with(self, smooth: bool) -> tuple[SwapState, RoundBlock]:
         sizes, tables = self.sizes, self._tables
-        members, num_x = sizes.members, sizes.real_rows
         if self._swaps is None:
-            wide = {"dtype": torch.int64, "device": self.device}
-            self._swaps = SwapState(
-                torch.empty(members * sizes.layers * sizes.experts, num_x, dtype=torch.int32, device=self.device),
-                torch.empty(members * sizes.layers * sizes.ranks, num_x, dtype=torch.int32, device=self.device),
-                torch.empty(members, sizes.layers, sizes.experts, **wide),
-                torch.empty(members, num_x, dtype=torch.float64, device=self.device),
-                torch.empty(members, sizes.layers, **wide),
-                torch.from_numpy(self.problem.home.astype(np.int64)).to(self.device),
-                torch.from_numpy(self.problem.move_budget.astype(np.int64)).to(self.device),
-                torch.zeros(members, **wide),
-            )
-            state = self._swaps
-            self._swap_block = RoundBlock(
-                lambda draws, index: swap_round(sizes, tables, state, draws, index),
-                _SWAP_BLOCK_ROUNDS,
-                list(state),
-                self._use_graph,
-            )
+            self._swaps = SwapState.empty(self.problem, sizes, self.device)
         swaps = self._swaps
-        cell_MN = self._state.cell_of_MN.view(members, -1)[:, : sizes.atoms]
-        demand_NW = self._demand_LNE.transpose(0, 1).reshape(sizes.atoms, -1)
-        build_vectors(sizes, demand_NW, cell_MN, swaps.vectors_MLEX)
-        loads = self._state.loads_MXW.view(members, sizes.rows, sizes.ranks, sizes.layers)[:, :num_x]
-        swaps.sums_MLPX.view(members, sizes.layers, sizes.ranks, num_x).copy_(loads.permute(0, 3, 2, 1))
-        swaps.rank_MLE.copy_(self._rank_of)
-        attention = (self._state.costs_MX - self._state.experts_MX).view(members, sizes.rows)
-        swaps.attention_MX.copy_(attention[:, :num_x])
-        swaps.away_ML.copy_((swaps.rank_MLE != swaps.home_LE).sum(-1))
-        swaps.num_accepted_M.zero_()
-        return swaps
-
-    def _offer(self) -> None:
-        """Keep the states that are better than their member's incumbent."""
-        score = score_terms(self.sizes, self._tables, self._state)
-        (s0, s1, s2), (b0, b1, b2) = score.unbind(1), self._best_score.unbind(1)
-        better = (s0 < b0) | ((s0 == b0) & ((s1 < b1) | ((s1 == b1) & (s2 < b2))))
-        self._best_score.copy_(torch.where(better[:, None], score, self._best_score))
-        cells, best = (t.view(self.num_members, -1) for t in (self._state.cell_of_MN, self._best_cell))
-        best.copy_(torch.where(better[:, None], cells, best))
-        if not self.shared_placement:
-            ranks = torch.where(better[:, None, None], self._rank_of.to(torch.int16), self._best_rank)
-            self._best_rank.copy_(ranks)
+        if smooth not in self._swap_blocks:
+            self._swap_blocks[smooth] = RoundBlock(
+                lambda draw: swap_round(sizes, tables, swaps, smooth, draw),
+                _BLOCK_ROUNDS,
+                [swaps.sums_MLPX, swaps.rank_MLE, swaps.away_ML, swaps.num_accepted_M],
+                self._use_graph,
+                self._compiled,
+            )
+        return swaps, self._swap_blocks[smooth]
 
     def energies(self) -> torch.Tensor:
         """float64 [M] on the device, see :mod:`.energy`."""
-        score = score_terms(self.sizes, self._tables, self._state)
-        spread = self._tables.spread
+        slowest, total, _ = self._score_terms().unbind(1)
         if self.sizes.shards == 1:
-            return score[:, 1]
-        return (1.0 - spread) * score[:, 0] + spread / self.sizes.shards * score[:, 1]
+            return total
+        return self._tables.slowest_share * slowest + self._tables.mean_share * total
 
     def scores(self) -> NDArray[np.float64]:
         """float64 [M, 3], exact scores of the current states (waits for the device)."""
@@ -314,20 +330,20 @@ class TorchPopulation:
     def state(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Current ``cell_of`` [M, n] and ``rank_of`` [M, L, E] on the host, in the caller's numbering."""
         ranks = self._rank_of.expand(self.num_members, -1, -1).cpu().numpy()
-        return self._outer_cells(self._state.cell_of_MN), np.array(ranks)
+        return self._outer_cells(self._cells_MN), np.array(ranks)
 
     def _outer_cells(self, cell_of_MN: torch.Tensor) -> NDArray[np.int64]:
-        inner = cell_of_MN.view(self.num_members, -1)[:, :-1].cpu().numpy() % (self.sizes.rows * self.sizes.cells)
+        inner = cell_of_MN[:, :-1].cpu().numpy() % (self.sizes.rows * self.sizes.cells)
         result: NDArray[np.int64] = np.empty_like(inner)
         result[:, self._numbering.order] = self._numbering.outer_cell[inner]
         return result
 
     def best(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Score]:
         """Best state any member has seen at the end of a block: ``cell_of`` [n], ``rank_of`` [L, E], exact score."""
-        scores = [tuple(row) for row in self._best_score.cpu().tolist()]
-        member = min(range(self.num_members), key=lambda k: scores[k])
-        cell_of = self._outer_cells(self._best_cell)[member]
-        rank_of = self._best_rank[0 if self.shared_placement else member].cpu().numpy().astype(np.int64)
+        member = self._incumbents.best()
+        cell_of = self._outer_cells(self._incumbents.cells_MN)[member]
+        ranks = self._incumbents.rank_MLE[0 if self.shared_placement else member]
+        rank_of = ranks.cpu().numpy().astype(np.int64)
         return cell_of, rank_of, score_assignment(self.problem, cell_of, rank_of)
 
     def resample(self, indices: NDArray[np.int64]) -> None:
@@ -336,10 +352,9 @@ class TorchPopulation:
         source = torch.as_tensor(np.ascontiguousarray(indices), dtype=torch.int64).to(self.device)
         if source.shape != (sizes.members,):
             raise ValueError(f"indices: shape {tuple(source.shape)}, expected ({sizes.members},)")
-        cells = state.cell_of_MN.view(sizes.members, -1)
         shift = (self._tables.member_M - source) * (sizes.rows * sizes.cells)
-        cells.copy_(cells.index_select(0, source) + shift[:, None])
-        cells[:, -1].zero_()
+        self._cells_MN.copy_(self._cells_MN.index_select(0, source) + shift[:, None])
+        self._cells_MN[:, -1].zero_()
         for tensor in (state.cells_BF, state.loads_MXW, state.experts_MX, state.costs_MX):
             shaped = tensor.view(sizes.members, -1)
             shaped.copy_(shaped.index_select(0, source))

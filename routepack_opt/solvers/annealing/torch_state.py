@@ -96,12 +96,13 @@ class Tables(NamedTuple):
     gamma_L: torch.Tensor  # float64 [L], times 2^shift
     alpha_A: torch.Tensor  # float64 [A], at least one stage
     beta_A: torch.Tensor  # float64 [A]
+    slowest_share: torch.Tensor  # float64, weight of the slowest shard in the energy: 1 - spread, see :mod:`.energy`
+    mean_share: torch.Tensor  # float64, weight of the sum over shards: spread / G
     uniform_gamma: float | None  # the one gamma, when all agree: integers are summed first, as the evaluator does
     cap: int
     max_samples: int
     equal_samples: bool
     sync_row: bool
-    spread: float
 
 
 class State(NamedTuple):
@@ -169,11 +170,12 @@ def build_tables(
         uniform_gamma=float(gamma[0]) if (gamma == gamma[0]).all() else None,
         alpha_A=on_device(problem.alpha if problem.alpha.size else np.zeros(1)),
         beta_A=on_device(problem.beta if problem.beta.size else np.zeros(1)),
+        slowest_share=torch.full((), 1.0 - spread, dtype=torch.float64, device=device),
+        mean_share=torch.full((), spread / sizes.shards, dtype=torch.float64, device=device),
         cap=int(problem.cap),
         max_samples=int(problem.max_samples) or _NO_LIMIT,
         equal_samples=bool(problem.equal_samples),
         sync_row=problem.sync == "row",
-        spread=float(spread),
     )
 
 
