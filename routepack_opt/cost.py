@@ -209,11 +209,13 @@ def rank_loads(
     for row, row_cells in enumerate(cells):
         for shard, ranks in enumerate(topology.shards):
             samples = [i for rank in ranks for i in row_cells[rank]]
-            demand = np.zeros((num_layers, num_experts), dtype=np.int64)
+            # int32 sums run in vector lanes and are exact where they cannot overflow
+            narrow = window.max_demand * max(1, len(samples)) < 2**31
+            demand = np.zeros((num_layers, num_experts), dtype=np.int32 if narrow else np.int64)
             for sample in samples:
                 demand += window.demand[sample]
             by_slot = np.take_along_axis(demand, slot_to_logical, axis=1)
-            result[row, shard] = by_slot.reshape(num_layers, topology.ep, per_rank).sum(axis=2)
+            result[row, shard] = by_slot.reshape(num_layers, topology.ep, per_rank).sum(axis=2, dtype=np.int64)
     return result
 
 

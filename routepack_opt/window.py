@@ -167,6 +167,11 @@ class Window:
         return np.asarray(self.demand.sum(axis=0, dtype=np.int64))
 
     @cached_property
+    def max_demand(self) -> int:
+        """Largest entry of ``demand``."""
+        return int(self.demand.max())
+
+    @cached_property
     def sha256(self) -> str:
         """Hex digest over lengths (little-endian int64) then demand (little-endian int32), C order."""
         digest = hashlib.sha256(self.lengths.astype("<i8", copy=False).tobytes())

@@ -83,7 +83,14 @@ def test_sample_counts_are_evened_where_nothing_else_decides() -> None:
     lopsided[:dp] = np.arange(dp)
     ranks = np.tile(np.arange(window.num_experts) // (window.num_experts // case.topology.ep), (window.num_layers, 1))
     zero = type(atoms)(
-        atoms.members, atoms.padded, atoms.tokens, atoms.squares, atoms.samples, np.zeros_like(atoms.demand), None
+        atoms.members,
+        atoms.padded,
+        atoms.tokens,
+        atoms.squares,
+        atoms.samples,
+        np.zeros_like(atoms.demand),
+        atoms.source,
+        None,
     )
     evened = even_sample_counts(zero, lopsided, ranks, case.topology, free, 10**6, None)
     assert spread(np.bincount(evened % dp, minlength=dp)) <= 1

@@ -64,7 +64,7 @@ def optimum(
     ]
     attention = sum(stage_costs, np.zeros((len(cells), len(shard_cells))))
     members = np.stack([inside[:, :, at].sum(axis=2) for at in shard_cells], axis=1)  # [S, X, n]
-    demand = np.einsum("sxn,nle->sxle", members, atoms.demand.astype(np.int64))
+    demand = np.einsum("sxn,nle->sxle", members, atoms.demand_of(np.arange(atoms.num_atoms)).astype(np.int64))
     gamma = cost.expert_weights(atoms.demand.shape[1])
     num_experts = atoms.demand.shape[2]
     halves = [h for h in itertools.combinations(range(num_experts), num_experts // 2) if 0 in h]

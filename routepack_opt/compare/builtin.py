@@ -89,13 +89,14 @@ def lpt_rows(case: Case, budget_s: float, seed: int) -> Answer:
 def lpt_pair(case: Case, budget_s: float, seed: int) -> Answer:
     """LPT, first fit decreasing, cells dealt by EDPAwarePair."""
     from routepack_opt.models.placement import lpt
-    from routepack_opt.models.seeds import edp_aware_pair
+    from routepack_opt.models.seeds import edp_aware_pair, rank_loads_of_atoms
 
     atoms, problem = atoms_and_rows(case)
     packed = ffd_atoms(problem)
     dp = case.topology.dp
     ranks = lpt(case.window.total_load, case.topology.ep)
-    cell_of = edp_aware_pair(atoms, packed, ranks, case.topology, len(packed) // dp)
+    loads = rank_loads_of_atoms(atoms, ranks, case.topology.ep)
+    cell_of = edp_aware_pair(loads, packed, case.topology, len(packed) // dp)
     return Answer(cells_from_assignment(atoms, cell_of, len(packed) // dp, dp), lpt_slots(case))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from routepack_opt.compare.heuristics import cell_numbers
 from routepack_opt.models.layout import shard_row_of_cell
 from routepack_opt.models.rows import ffd_rows
-from routepack_opt.models.seeds import edp_aware_pair
+from routepack_opt.models.seeds import edp_aware_pair, rank_loads_of_atoms
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,16 +53,17 @@ def make_seeds(
     atoms, topology, rows = task.atoms, task.topology, task.num_rows
     packed = ffd_rows(task.rows_problem)
     first = packed if packed is not None and len(packed) == len(task.cells) else task.cells
+    loads = rank_loads_of_atoms(atoms, task.rank_of, topology.ep)
     layouts = [
         cell_numbers(first, atoms.num_atoms),
-        edp_aware_pair(atoms, first, task.rank_of, topology, rows),
+        edp_aware_pair(loads, first, topology, rows),
     ]
     for _ in range(most - 2):
         if time.perf_counter() > until:
             break
         cells = random_best_fit(atoms.padded, len(task.cells), task.token_cap, width, rng)
         if cells is not None:
-            layouts.append(edp_aware_pair(atoms, cells, task.rank_of, topology, rows, width=width, rng=rng))
+            layouts.append(edp_aware_pair(loads, cells, topology, rows, width=width, rng=rng))
     best: dict[bytes, Seed] = {}
     for layout in layouts:
         seed = Seed(layout, evaluate(layout))
@@ -159,7 +160,7 @@ def _sketches(seeds: Sequence[Seed], task: LayoutTask, rng: np.random.Generator)
     directions, sorted, in units of each feature's spread.
     """
     atoms, topology, rows = task.atoms, task.topology, task.num_rows
-    totals = atoms.demand.sum(axis=2, dtype=np.int64).astype(np.float64)
+    totals = atoms.demand.sum(axis=2, dtype=np.int64)[atoms.source].astype(np.float64)
     per_atom = np.column_stack((atoms.tokens, atoms.squares, totals))
     shard_row = shard_row_of_cell(topology, rows)
     features = np.zeros((len(seeds), rows * topology.num_shards, per_atom.shape[1]))

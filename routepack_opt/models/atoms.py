@@ -26,8 +26,9 @@ class AtomSet:
         Sample indices of each atom, ascending.
     padded, tokens, squares, samples
         int64 [n]: tokens the cap counts, true tokens, sum of squared true lengths, number of samples.
-    demand
-        int32 [n, L, E].
+    demand, source
+        int32 [n, L, E] in storage order, and int64 [n], the storage row of each atom. The window's own array is used
+        as it lies: a sorted copy would double the memory of a plan.
     rank_groups
         int64 [n] when atoms with equal value must share a DP rank, else None.
     """
@@ -38,7 +39,12 @@ class AtomSet:
     squares: NDArray[np.int64]
     samples: NDArray[np.int64]
     demand: NDArray[np.int32]
+    source: NDArray[np.int64]
     rank_groups: NDArray[np.int64] | None
+
+    def demand_of(self, atoms: int | NDArray[np.int64]) -> NDArray[np.int32]:
+        """int32 [k, L, E], a copy of the demand of some atoms ([L, E] of one)."""
+        return np.asarray(self.demand[self.source[atoms]])
 
     @property
     def num_atoms(self) -> int:
@@ -90,6 +96,7 @@ def build_atoms(window: Window, constraints: Constraints, token_cap: int) -> Ato
             np.add.reduceat(window.lengths[order] ** 2, starts),
             np.diff(np.append(starts, order.size)).astype(np.int64),
             _grouped_demand(window, order, starts),
+            np.arange(starts.size),
             None,
         )
     else:
@@ -101,6 +108,7 @@ def build_atoms(window: Window, constraints: Constraints, token_cap: int) -> Ato
             window.lengths**2,
             np.ones(window.num_samples, dtype=np.int64),
             window.demand,
+            np.arange(window.num_samples),
             groups,
         )
     _check_sizes(window, atoms, constraints, token_cap, names)
@@ -126,7 +134,8 @@ def _sorted_by_content(atoms: AtomSet) -> AtomSet:
         atoms.tokens[order],
         atoms.squares[order],
         atoms.samples[order],
-        atoms.demand[order],
+        atoms.demand,
+        order,
         None if atoms.rank_groups is None else atoms.rank_groups[order],
     )
 

@@ -198,7 +198,7 @@ def _peaks(
     """Per layer float64 [S, X, K]: expert cost of the layer for each placement. Sums stay exact below 2^53."""
     result = []
     for layer, choices in enumerate(choices_of):
-        demand = members @ problem.demand[:, layer, :].astype(np.float64)  # [S, X, E]
+        demand = members @ problem.demand[problem.rows_of_atoms, layer, :].astype(np.float64)  # [S, X, E]
         placed = (choices[:, None, :] == np.arange(problem.num_expert_ranks)[:, None]).astype(np.float64)  # [K, P, E]
         loads = demand @ placed.reshape(-1, placed.shape[2]).T
         peaks = loads.reshape(*loads.shape[:2], *placed.shape[:2]).max(axis=3)

@@ -24,7 +24,7 @@ def row_demand(atoms: AtomSet, cell_of: NDArray[np.int64], shard_row_of_cell: ND
     """int64 [X, L, E], demand of every row-shard."""
     rows = np.zeros((int(shard_row_of_cell.max()) + 1, *atoms.demand.shape[1:]), dtype=np.int64)
     for atom, x in enumerate(shard_row_of_cell[cell_of].tolist()):
-        rows[x] += atoms.demand[atom]
+        rows[x] += atoms.demand[atoms.source[atom]]
     return rows
 
 
@@ -84,7 +84,7 @@ def even_sample_counts(
         inside = np.flatnonzero((cells // num_ranks == row) & (shard_of_rank[cells % num_ranks] == shard))
         demand = np.zeros(atoms.demand.shape[1:], dtype=np.int64)
         for atom in inside:
-            demand += atoms.demand[atom]
+            demand += atoms.demand[atoms.source[atom]]
         loads = np.zeros((num_layers, topology.ep), dtype=np.int64)
         np.add.at(loads, (layer_index, rank_of), demand)
         return np.asarray(loads.max(axis=1))

@@ -22,6 +22,7 @@ from routepack_opt.solvers.annealing.schedule import Schedule
 
 if TYPE_CHECKING:
     import threading
+    from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
@@ -92,6 +93,7 @@ class LayoutTask:
             samples=self.atoms.samples,
             pinned=self.atoms.pinned,
             demand=self.atoms.demand,
+            source=self.atoms.source,
             shards=self.topology.shards,
             num_rows=self.num_rows,
             num_ranks=self.topology.dp,
@@ -148,12 +150,11 @@ def search_layout(
     start = time.perf_counter()
     problem = task.chain_problem()
     ffd = ffd_rows(task.rows_problem)
-    packings = _seed_assignments(
-        task, ffd, seed, None if deadline is None else start + _SEED_SHARE * (deadline - start)
-    )
-    first = Chain(problem, packings[0], task.rank_of, seed=seed, stream=0)
+    until = None if deadline is None else start + _SEED_SHARE * (deadline - start)
+    packings = _seed_packings(task, ffd, seed, until)
+    first = Chain(problem, _assignment(packings[0], task.atoms.num_atoms), task.rank_of, seed=seed, stream=0)
     seeds = []
-    for cell_of in packings:
+    for cell_of in _seed_assignments(task, packings, first, until):
         first.copy_from(cell_of, task.rank_of)
         seeds.append(Candidate(first.score(), cell_of, task.rank_of))
     baseline, baseline_rows = _baseline(task, ffd, first, seeds)
@@ -208,35 +209,39 @@ def _assignment(cells: list[list[int]], num_atoms: int) -> NDArray[np.int64]:
     return result
 
 
-def _seed_assignments(
+def _time_left(until: float | None) -> bool:
+    return until is None or time.perf_counter() < until
+
+
+def _seed_packings(
     task: LayoutTask, ffd: list[list[int]] | None, seed: int, until: float | None
-) -> list[NDArray[np.int64]]:
-    """Cell number of each atom: the packing of the row count, level, FFD and random ones, then EDPAwarePair of some.
-
-    The first is always there; ``until`` (perf_counter) ends the rest.
-    """
-
-    def time_left() -> bool:
-        return until is None or time.perf_counter() < until
-
+) -> list[list[list[int]]]:
+    """R*D cells each: the packing of the row count (always there), level, FFD and a random one."""
     packings = [task.cells]
-    if task.cells_may_move and time_left():
+    if task.cells_may_move and _time_left(until):
         level = level_packing(task.atoms, len(task.cells), task.token_cap, task.cost, task.constraints)
         if level is not None:
             packings.append(level)
     if ffd is not None and len(ffd) == len(task.cells):
         packings.append(ffd)
-    other = pack_into(task.rows_problem, task.num_rows, seed=seed) if time_left() else None
+    other = pack_into(task.rows_problem, task.num_rows, seed=seed) if _time_left(until) else None
     if other is not None:
         packings.append(other)
-    seeds = [_assignment(cells, task.atoms.num_atoms) for cells in packings]
+    return packings
+
+
+def _seed_assignments(
+    task: LayoutTask, packings: list[list[list[int]]], chain: Chain, until: float | None
+) -> Iterator[NDArray[np.int64]]:
+    """Cell number of each atom: the packings as they are, then some of them dealt by EDPAwarePair."""
+    for cells in packings:
+        yield _assignment(cells, task.atoms.num_atoms)
     num_x = task.num_rows * task.topology.num_shards
     work = len(task.cells) * num_x * task.window.num_layers * task.topology.ep
     if task.cells_may_move and num_x > 1 and work < _PAIRING_WORK:
         for cells in packings[:3]:
-            if time_left():
-                seeds.append(edp_aware_pair(task.atoms, cells, task.rank_of, task.topology, task.num_rows))
-    return seeds
+            if _time_left(until):
+                yield edp_aware_pair(chain.loads, cells, task.topology, task.num_rows)
 
 
 def _baseline(

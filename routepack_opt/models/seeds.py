@@ -24,10 +24,18 @@ if TYPE_CHECKING:
 _MOST_SKIPPED = 256  # full cells level packing looks past before it gives up
 
 
+def rank_loads_of_atoms(atoms: AtomSet, rank_of: NDArray[np.int64], num_ranks: int) -> NDArray[np.int32]:
+    """int32 [n, P, L], assignments of each atom to each EP rank under ``rank_of`` [L, E]."""
+    from routepack_opt.solvers.annealing.rank_swaps import build_loads
+
+    out = np.zeros((atoms.num_atoms, num_ranks, atoms.demand.shape[1]), dtype=np.int32)
+    build_loads(atoms.demand, atoms.source, rank_of, out, 0)
+    return out
+
+
 def edp_aware_pair(
-    atoms: AtomSet,
+    loads: NDArray[np.int32],
     cells: Sequence[Sequence[int]],
-    rank_of: NDArray[np.int64],
     topology: Topology,
     num_rows: int,
     *,
@@ -39,38 +47,35 @@ def edp_aware_pair(
     Cells by descending routed-token peak; each goes to the empty position whose row-shard then has the smallest
     (increase of the sum of layer peaks, largest such peak), drawn among the best ``width`` with decaying weights.
 
+    Parameters
+    ----------
+    loads
+        int32 [n, P, L], assignments of each atom to each EP rank.
+
     Returns
     -------
     int64 [n], the cell number r*D + d of each atom.
     """
-    num_layers = atoms.demand.shape[1]
     num_shards = topology.num_shards
-    loads = np.zeros((len(cells), num_layers, topology.ep), dtype=np.int64)
-    layer_index = np.arange(num_layers)[:, None]
-    for k, cell in enumerate(cells):
-        demand = np.zeros(atoms.demand.shape[1:], dtype=np.int64)
-        for atom in cell:
-            demand += atoms.demand[atom]
-        np.add.at(loads[k], (layer_index, rank_of), demand)
-    peaks = loads.max(axis=2).sum(axis=1)
-    shard_loads = np.zeros((num_rows * num_shards, num_layers, topology.ep), dtype=np.int64)
-    shard_peaks = np.zeros((num_rows * num_shards, num_layers), dtype=np.int64)
+    of_cell = np.stack([loads[list(cell)].sum(axis=0, dtype=np.int64) for cell in cells])
+    peaks = of_cell.max(axis=1).sum(axis=1)
+    shard_loads = np.zeros((num_rows * num_shards, *loads.shape[1:]), dtype=np.int64)
+    shard_peaks = np.zeros(num_rows * num_shards, dtype=np.int64)
     free = [list(ranks) for _ in range(num_rows) for ranks in topology.shards]
-    result = np.empty(atoms.num_atoms, dtype=np.int64)
+    result = np.empty(loads.shape[0], dtype=np.int64)
     for k in np.lexsort((np.arange(len(cells)), -peaks)).tolist():
         open_shards = np.array([x for x, ranks in enumerate(free) if ranks])
-        new_peaks = (shard_loads[open_shards] + loads[k]).max(axis=2)
-        increase = new_peaks.sum(axis=1) - shard_peaks[open_shards].sum(axis=1)
+        new_peaks = (shard_loads[open_shards] + of_cell[k]).max(axis=1)
+        increase = new_peaks.sum(axis=1) - shard_peaks[open_shards]
         best = np.lexsort((open_shards, new_peaks.max(axis=1), increase))[:width]
         choice = 0
         if rng is not None and best.size > 1:
             weights = 0.5 ** np.arange(best.size)
             choice = int(rng.choice(best.size, p=weights / weights.sum()))
         x = int(open_shards[best[choice]])
-        rank = free[x].pop(0)
-        result[list(cells[k])] = (x // num_shards) * topology.dp + rank
-        shard_loads[x] += loads[k]
-        shard_peaks[x] = shard_loads[x].max(axis=1)
+        result[list(cells[k])] = (x // num_shards) * topology.dp + free[x].pop(0)
+        shard_loads[x] += of_cell[k]
+        shard_peaks[x] += increase[best[choice]]
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -29,8 +29,8 @@ class ChainProblem:
         int64 [n] per atom: tokens the cap counts, true tokens, sum of squared lengths, samples.
     pinned
         bool [n], atoms that may not change their DP rank.
-    demand
-        int32 [n, L, E].
+    demand, source
+        int32 [n, L, E] in storage order, and int64 [n], the storage row of each atom (None: in order).
     shards
         DP ranks of each shard.
     num_rows, num_ranks, cap, max_samples, equal_samples
@@ -64,6 +64,16 @@ class ChainProblem:
     num_expert_ranks: int
     home: NDArray[np.int64]
     move_budget: NDArray[np.int64]
+    source: NDArray[np.int64] | None = None
+
+    @property
+    def rows_of_atoms(self) -> NDArray[np.int64]:
+        """int64 [n], the row of ``demand`` that holds each atom."""
+        return np.arange(self.demand.shape[0]) if self.source is None else self.source
+
+    def demand_of(self, atoms: NDArray[Any]) -> NDArray[np.int32]:
+        """int32 [k, L, E], a copy of the demand of some atoms (numbers or a mask)."""
+        return np.asarray(self.demand[self.rows_of_atoms[atoms]])
 
     @property
     def shift(self) -> int:
@@ -74,7 +84,7 @@ class ChainProblem:
         bound = int(self.demand.max(initial=0)) * self.demand.shape[2]  # cheap upper bound a sample, then exact
         if bound * self.demand.shape[0] < _INT32_LIMIT:
             return 0
-        totals = self.demand.sum(axis=2, dtype=np.int64).max(axis=1)
+        totals = self.demand.sum(axis=2, dtype=np.int64).max(axis=1)[self.rows_of_atoms]
         per_token = float((totals / self.padded).max())
         most_tokens = max(map(len, self.shards)) * max(self.cap, int(self.padded.max()))
         most = min(int(totals.sum()), int(per_token * most_tokens * 1.001) + 1)
@@ -99,6 +109,7 @@ class Chain:
         self.rng = new_state(seed, stream)
         self.rank_of = rank_of.astype(np.int64, order="C").copy()
         self.shift = problem.shift
+        self._source = np.ascontiguousarray(problem.rows_of_atoms, dtype=np.int64)
         n, num_layers, num_experts = problem.demand.shape
         num_shards = len(problem.shards)
         num_x = problem.num_rows * num_shards
@@ -115,7 +126,7 @@ class Chain:
             problem.pinned.astype(np.uint8),
             order.astype(np.int64),
             position,
-            self._atom_floors(),
+            np.zeros(n),
         )
         shard_of_rank = np.empty(problem.num_ranks, dtype=np.int64)
         cells = np.full((num_x, max(map(len, problem.shards))), -1, dtype=np.int64)
@@ -180,17 +191,15 @@ class Chain:
             slope=np.zeros(num_x),
         )
         self._cells_may_move = not problem.equal_samples and not problem.pinned.any()
-        self.rebuild()
+        rank_swaps.build_loads(self.problem.demand, self._source, self.rank_of, self.loads, self.shift)
+        self._fill_floors()
+        self.recompute()
 
-    def _atom_floors(self) -> NDArray[np.float64]:
-        """float64 [n], (1 / (C P)) sum_l gamma_l sum_e demand; never above the true value on shifted loads."""
-        problem = self.problem
-        floors = np.empty(problem.demand.shape[0])
-        scale = float(2**self.shift) / (problem.cap * problem.num_expert_ranks)
-        for start in range(0, floors.size, 256):  # slices bound the temporary
-            part = problem.demand[start : start + 256] >> self.shift
-            floors[start : start + 256] = part.sum(axis=2, dtype=np.int64) @ problem.gamma * scale
-        return floors * (1.0 - 1e-12)
+    def _fill_floors(self) -> None:
+        """Expert cost of every atom under perfect balance, whatever the placement; a hair below the true value."""
+        scale = 1.0 / (self.problem.cap * self.problem.num_expert_ranks)
+        by_layer = self.loads.sum(axis=1, dtype=np.int64)
+        self.atoms.floor[:] = by_layer @ self.costs.gamma * (scale * (1.0 - 1e-12))
 
     @property
     def energy(self) -> float:
@@ -209,7 +218,7 @@ class Chain:
         shard_row = self.grid.shard_row[self.state.cell_of]
         peaks = np.empty((self.state.costs.size, num_layers), dtype=np.int64)
         for x in range(peaks.shape[0]):
-            together = problem.demand[shard_row == x].sum(axis=0, dtype=np.int64)
+            together = problem.demand_of(shard_row == x).sum(axis=0, dtype=np.int64)
             loads = np.zeros((num_layers, problem.num_expert_ranks), dtype=np.int64)
             np.add.at(loads, (np.arange(num_layers)[:, None], self.rank_of), together)
             peaks[x] = loads.max(axis=1)
@@ -222,7 +231,7 @@ class Chain:
 
     def rebuild(self) -> None:
         """Recompute per-rank loads of every atom after the placement changed, then everything else."""
-        rank_swaps.build_loads(self.problem.demand, self.rank_of, self.loads, self.shift)
+        rank_swaps.build_loads(self.problem.demand, self._source, self.rank_of, self.loads, self.shift)
         self.recompute()
 
     def recompute(self) -> None:
@@ -249,7 +258,7 @@ class Chain:
         last swaps should see the maximum itself.
         """
         rank_swaps.build_expert_rows(
-            self.problem.demand, self.state.cell_of, self.grid.shard_row, self.expert_rows, self.shift
+            self.problem.demand, self._source, self.state.cell_of, self.grid.shard_row, self.expert_rows, self.shift
         )
         swap = rank_swaps.level_experts if smooth else rank_swaps.swap_experts
         accepted = int(

@@ -52,7 +52,7 @@ def score_assignment(problem: ChainProblem, cell_of: NDArray[np.int64], rank_of:
     num_layers, num_experts = rank_of.shape
     rows = np.zeros((num_rows * num_shards, num_layers, num_experts), dtype=np.int64)
     for x in range(rows.shape[0]):
-        rows[x] = problem.demand[row_shard == x].sum(axis=0, dtype=np.int64)
+        rows[x] = problem.demand_of(row_shard == x).sum(axis=0, dtype=np.int64)
     loads = np.zeros((num_layers, problem.num_expert_ranks, rows.shape[0]), dtype=np.int64)
     np.add.at(loads, (np.arange(num_layers)[:, None], rank_of), rows.transpose(1, 2, 0))
     peaks = np.ascontiguousarray(loads.max(axis=1).T).reshape(1, num_rows, num_shards, num_layers)

@@ -30,18 +30,18 @@ class SwapScratch(NamedTuple):
 
 
 @kernel
-def build_loads(demand, rank_of, out, shift):
-    """out [n, P, Lp] = per-rank loads of each atom; demand [n, L, E], rank_of [L, E]; counts are shifted right."""
+def build_loads(demand, source, rank_of, out, shift):
+    """out [n, P, Lp] = loads of atoms by EP rank under rank_of [L, E]; atom i is row source[i] of demand [n, L, E]."""
     n, num_layers, num_experts = demand.shape
     out[:] = 0
     for i in range(n):
         for layer in range(num_layers):
             for e in range(num_experts):
-                out[i, rank_of[layer, e], layer] += demand[i, layer, e] >> shift
+                out[i, rank_of[layer, e], layer] += demand[source[i], layer, e] >> shift
 
 
 @kernel
-def build_expert_rows(demand, cell_of, shard_row, out, shift):
+def build_expert_rows(demand, source, cell_of, shard_row, out, shift):
     """out [X, L, E] = demand of every row-shard."""
     n, num_layers, num_experts = demand.shape
     out[:] = 0
@@ -49,7 +49,7 @@ def build_expert_rows(demand, cell_of, shard_row, out, shift):
         x = shard_row[cell_of[i]]
         for layer in range(num_layers):
             for e in range(num_experts):
-                out[x, layer, e] += demand[i, layer, e] >> shift
+                out[x, layer, e] += demand[source[i], layer, e] >> shift
 
 
 @kernel
