@@ -34,6 +34,11 @@ def random_chain_problem(
     oversize = not plain and rng.random() < 0.5 and crowded.any()
     cap = int(in_cell[crowded].max() if oversize else in_cell.max()) + int(rng.integers(0, 10))
     uniform = rng.random() < 0.5
+    demand = rng.poisson(rng.dirichlet(np.ones(num_experts), num_layers) * tokens[:, None, None]).astype(np.int32)
+    source = None
+    if not plain and rng.random() < 0.3:  # stored in another order
+        source = rng.permutation(n)
+        demand = demand[np.argsort(source)]
     num_stages = int(rng.integers(0, 4))
     problem = ChainProblem(
         padded=padded,
@@ -41,7 +46,7 @@ def random_chain_problem(
         squares=tokens * tokens,
         samples=samples,
         pinned=np.zeros(n, dtype=np.bool_) if plain or rng.random() < 0.5 else rng.random(n) < 0.3,
-        demand=rng.poisson(rng.dirichlet(np.ones(num_experts), num_layers) * tokens[:, None, None]).astype(np.int32),
+        demand=demand,
         shards=shards,
         num_rows=num_rows,
         num_ranks=num_ranks,
@@ -57,6 +62,7 @@ def random_chain_problem(
         num_expert_ranks=ep,
         home=home,
         move_budget=budget,
+        source=source,
     )
     return problem, cell_of, rank_of
 

@@ -155,7 +155,7 @@ class TorchPopulation:
         sizes = Sizes.of(problem, 1, num_tries, _CANDIDATES_PER_TRY * num_tries)
         width = sizes.ranks * sizes.layers
         loads = 4 * width * (sizes.atoms + sizes.rows)
-        draws = _BLOCK_ROUNDS * 250 * sizes.candidates * sizes.slots
+        draws = _BLOCK_ROUNDS * 250 * sizes.candidates * sizes.slots + 6 * sizes.rows * sizes.atoms
         tries = sizes.slots * num_tries * (4 * 4 * width + 100 * sizes.cells)
         swaps = 4 * sizes.layers * sizes.real_rows * (2 * sizes.experts + 4 * sizes.ranks + 30 * num_tries)
         return loads + draws + tries + swaps + 30 * sizes.layers * sizes.experts + 32 * sizes.atoms
