@@ -220,14 +220,14 @@ class TorchPopulation:
     ) -> int:
         """Run ``num_rounds`` rounds of Metropolis moves of atoms, at one temperature or one per member.
 
-        Returns at once on a CUDA device: nothing waits for the result. Incumbents are offered every few rounds.
-        ``num_tries`` replaces that of the population; every new value means a new graph to capture.
+        On a CUDA device it returns before the work is done, unless temperatures come as an array. Incumbents are
+        offered every few rounds. ``num_tries`` replaces that of the population; every new value means a new graph.
 
         Returns
         -------
         Number of candidates of all members together, feasible or not.
         """
-        self._temperature_M.copy_(torch.as_tensor(temperature, dtype=torch.float64))
+        self._set_temperature(temperature)
         sizes, tables, block = self._moves_with(num_tries or self.sizes.tries)
         for start in range(0, num_rounds, _BLOCK_ROUNDS):
             count = min(num_rounds - start, _BLOCK_ROUNDS)
@@ -239,6 +239,12 @@ class TorchPopulation:
         proposed = num_rounds * sizes.slots * sizes.candidates
         self._num_proposed += proposed
         return proposed * self.num_members
+
+    def _set_temperature(self, temperature: float | NDArray[np.float64]) -> None:
+        if np.ndim(temperature) == 0:
+            self._temperature_M.fill_(float(temperature))  # unlike a copy from the host this does not wait
+        else:
+            self._temperature_M.copy_(torch.from_numpy(np.asarray(temperature, dtype=np.float64)))
 
     def _moves_with(self, num_tries: int) -> _Moves:
         if num_tries not in self._moves:
@@ -275,7 +281,7 @@ class TorchPopulation:
         if self.shared_placement:
             raise ValueError("refine: the members share one placement")
         sizes, tables = self.sizes, self._tables
-        self._temperature_M.copy_(torch.as_tensor(temperature, dtype=torch.float64))
+        self._set_temperature(temperature)
         swaps, block = self._swaps_with(smooth)
         demand_NW = self._demand_LNE.transpose(0, 1).reshape(sizes.atoms, -1)
         build_vectors(sizes, demand_NW, self._cells_MN[:, :-1], swaps.vectors_MLEX)
