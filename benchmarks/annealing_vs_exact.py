@@ -119,6 +119,16 @@ def compare(task: LayoutTask, name: str, budget_s: float, time_limit_s: float, e
     return record
 
 
+def describe(record: dict[str, Any]) -> str:
+    """One line on an instance where annealing missed, a proof is missing or the engines differ."""
+    gap = "no proof" if record["gap"] is None else f"{record['gap']:.1e} above the optimum"
+    text = (
+        f"{record['name']}: rows {record['rows']}, shards {record['shards']}, layers {record['layers']},"
+        f" EP {record['ep']}, stages {record['stages']}, sync {record['sync']}: {gap}"
+    )
+    return text if record["agree"] else f"{text}; ENGINES DIFFER"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--instances", type=int, default=100)
@@ -136,7 +146,7 @@ def main() -> None:
         record = compare(task, f"random-{seed}", arguments.budget, arguments.time_limit, arguments.engines.split(","))
         records.append(record)
         if not arguments.json and (record["gap"] is None or record["gap"] > EQUAL or not record["agree"]):
-            print(json.dumps(record), flush=True)
+            print(describe(record), flush=True)
     if arguments.json:
         print(json.dumps(records, indent=1))
         return
