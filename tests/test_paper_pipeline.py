@@ -15,10 +15,11 @@ from routepack_opt.compare.case import Case
 from routepack_opt.compare.heuristics import cell_numbers
 from routepack_opt.compare.judge import Judge
 from routepack_opt.compare.methods import METHODS
-from routepack_opt.compare.paper import PaperOptions, paper_pipeline, systematic_resample
+from routepack_opt.compare.paper import PaperOptions, paper_pipeline
 from routepack_opt.compare.paper_moves import empty_best, paper_steps
 from routepack_opt.compare.paper_seeds import canonical_form, choose_members, make_seeds, random_best_fit
 from routepack_opt.solvers.annealing.chain import Chain
+from routepack_opt.solvers.annealing.population import systematic_resample
 
 SHARDS = ((0, 1), (2, 3))
 

@@ -20,6 +20,7 @@ from routepack_opt.compare.paper_seeds import Seed, choose_members, make_seeds
 from routepack_opt.models.layout import cells_from_assignment
 from routepack_opt.models.placement import slots_from_ranks
 from routepack_opt.solvers.annealing.chain import Chain
+from routepack_opt.solvers.annealing.population import systematic_resample
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -78,13 +79,6 @@ def paper_pipeline(case: Case, budget_s: float, seed: int, options: PaperOptions
     cells = cells_from_assignment(task.atoms, best.cell_of, task.num_rows, case.topology.dp)
     slots = slots_from_ranks(task.rank_of, case.topology.ep)
     return Answer(cells, slots, proposals=population.num_steps)
-
-
-def systematic_resample(weights: NDArray[np.float64], u: float) -> NDArray[np.int64]:
-    """int64 [m], the parent of each of m offspring: one uniform ``u`` in [0, 1), m equally spaced pointers."""
-    edges = np.cumsum(weights / weights.sum())
-    edges[-1] = 1.0
-    return np.searchsorted(edges, (u + np.arange(weights.size)) / weights.size, side="right").astype(np.int64)
 
 
 class _Population:

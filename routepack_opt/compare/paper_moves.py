@@ -13,8 +13,7 @@ import numpy as np
 
 from routepack_opt.solvers.annealing.kernel import kernel
 from routepack_opt.solvers.annealing.random import below, uniform
-from routepack_opt.solvers.annealing.sample_moves import _legal as legal
-from routepack_opt.solvers.annealing.sample_moves import _try_atoms as try_atoms
+from routepack_opt.solvers.annealing.sample_moves import legal, try_atoms
 
 
 @kernel

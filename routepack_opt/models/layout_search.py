@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from routepack_opt.models.placement import slots_from_ranks
 from routepack_opt.models.rows import ffd_rows, pack_into
 from routepack_opt.models.seeds import edp_aware_pair, level_packing
 from routepack_opt.solvers.annealing.chain import Chain, ChainProblem
-from routepack_opt.solvers.annealing.population import LevelStatistics, run_population
+from routepack_opt.solvers.annealing.population import LevelStatistics, PopulationResult, run_population
 from routepack_opt.solvers.annealing.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 _STEP_MODE_CHAINS = 2  # fixed, so that a plan does not depend on the cores of the machine it is made on
 _MAX_CHAINS = 16
+_GPU_MEMBERS = 64
+_TORCH_CPU_MEMBERS = 16
 _TRY_ALL_S = 0.005  # what trying all layouts of a tiny window takes (median 0.8 ms, longest 9 ms)
 _SEED_SHARE = 0.25  # of the time left that seeds may take
 _PAIRING_WORK = 20_000_000  # array entries EDPAwarePair may touch; beyond, seeds would eat the budget
@@ -56,6 +58,8 @@ class LayoutTask:
         int64 [L, E], EP ranks in force.
     bound
         Lower bound on the slowest shard.
+    previous_placement
+        Whether ``standing`` is the placement of an earlier plan, worth a seed of its own.
     """
 
     window: Window
@@ -70,6 +74,7 @@ class LayoutTask:
     lpt_ranks: NDArray[np.int64]
     standing: NDArray[np.int64]
     bound: float
+    previous_placement: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -141,9 +146,11 @@ def search_layout(
     stop: threading.Event | None = None,
     refine: bool = True,
     schedule: Schedule | None = None,
+    device: str = "cpu",
 ) -> SearchResult:
     """Best layout within a deadline (``time.perf_counter()`` value) or a number of proposals per chain.
 
+    ``device`` "cpu" is the compiled engine, "torch" the torch engine on the CPU, "cuda" or "cuda:1" on a GPU.
     ``schedule`` None takes the one measured best for the size. With ``refine`` False no expert is moved: the placement
     stays ``task.rank_of`` (or LPT, where its FFD layout wins).
     """
@@ -158,6 +165,10 @@ def search_layout(
         first.copy_from(cell_of, task.rank_of)
         seeds.append(Candidate(first.score(), cell_of, task.rank_of))
     baseline, baseline_rows = _baseline(task, ffd, first, seeds)
+    if task.previous_placement:  # where little changed since, the experts may stay where they are
+        best_cells = min(seeds, key=lambda candidate: candidate.score).cell_of
+        first.copy_from(best_cells, task.standing)
+        seeds.append(Candidate(first.score(), best_cells, task.standing))
     seeds.sort(key=lambda candidate: candidate.score)  # stable: equal seeds keep their order
     result = SearchResult(seeds[0], baseline, baseline_rows, seeds_s=time.perf_counter() - start)
     best = result.best.score
@@ -173,21 +184,39 @@ def search_layout(
         schedule = Schedule.for_size(task.atoms.num_atoms, len(task.cells))
     if not refine or task.constraints.max_moved == 0.0:
         schedule = schedule.without_refinement()
-    population = run_population(
-        _chains(task, problem, first, seeds, steps, seed),
-        deadline=deadline,
-        steps=steps,
-        unit=max(best.total, 1e-300) / task.atoms.num_atoms,
-        schedule=schedule,
-        seed=seed,
-        stop=stop,
-    )
+    settings: dict[str, Any] = {
+        "deadline": deadline,
+        "steps": steps,
+        "unit": max(best.total, 1e-300) / task.atoms.num_atoms,
+        "schedule": schedule,
+        "seed": seed,
+        "stop": stop,
+    }
+    if device == "cpu":
+        population = run_population(_chains(task, problem, first, seeds, steps, seed), **settings)
+    else:
+        population = _run_torch(problem, seeds, device, settings)
     result.num_scored = population.num_scored
     result.levels = population.levels
     for incumbent in population.incumbents:
         if incumbent.score < result.best.score:
             result.best = Candidate(incumbent.score, incumbent.cell_of, incumbent.rank_of)
     return result
+
+
+def _run_torch(
+    problem: ChainProblem, seeds: list[Candidate], device: str, settings: dict[str, Any]
+) -> PopulationResult:
+    from routepack_opt.solvers.annealing.torch_run import run_torch_population
+
+    on_gpu = device.startswith("cuda")
+    return run_torch_population(
+        problem,
+        [(s.cell_of, s.rank_of) for s in seeds[:4]],
+        num_members=_GPU_MEMBERS if on_gpu else _TORCH_CPU_MEMBERS,
+        device=device if on_gpu else "cpu",
+        **settings,
+    )
 
 
 def _try_all(task: LayoutTask, problem: ChainProblem, chain: Chain, result: SearchResult) -> bool:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from routepack_opt.solvers.annealing.chain import Chain
 
 _CHUNK_S = 2e-3  # seconds between two looks at the clock
+_TEMPERATURES = 12  # at least, in a short cycle
 _FIRST_SEGMENT = 4_000  # proposals of the first cycle in step mode; each later one is twice as long
 
 
@@ -202,7 +203,7 @@ def _run_clock(
 ) -> None:
     duration = deadline - start
     cycle_ns = duration * 1e9 / num_cycles
-    chunk = max(50, int(min(_CHUNK_S * 1e9, cycle_ns / 20) / member.proposal_ns))
+    chunk = max(50, int(min(_CHUNK_S * 1e9, cycle_ns / _TEMPERATURES) / member.proposal_ns))
     while stop is None or not stop.is_set():
         now = time.perf_counter()
         if now >= until:
@@ -222,7 +223,7 @@ def _run_clock(
             member.anneal_s += spent
             if spent > 2 * _CHUNK_S and chunk > 50:
                 chunk //= 2
-        if num_cycles > 1 or fraction > 0.5:
+        if schedule.within_cycle(fraction, num_cycles) > 0.5:
             member.best.offer(member.chain)
 
 
@@ -265,7 +266,9 @@ def resampling_weights(energies: NDArray[np.float64], temperature: float, follow
 def systematic_resample(weights: NDArray[np.float64], draw: float) -> NDArray[np.int64]:
     """int64 [M] parents by systematic resampling with one uniform ``draw`` in [0, 1)."""
     positions = (np.arange(weights.size) + draw) / weights.size
-    return np.minimum(np.searchsorted(np.cumsum(weights), positions, side="right"), weights.size - 1)
+    edges = np.cumsum(weights) / weights.sum()
+    # rounding may leave the last pointer on or above the last edge
+    return np.minimum(np.searchsorted(edges, positions, side="right"), weights.size - 1).astype(np.int64)
 
 
 def _replace_members(members: list[_Member], parents: NDArray[np.int64]) -> None:

@@ -235,7 +235,7 @@ def _draw_partner(atoms, i, rng):
 
 
 @kernel
-def _legal(atoms, grid, state, i, a, j, b):
+def legal(atoms, grid, state, i, a, j, b):
     """Whether atom i may go from cell a to b, in exchange for atom j (-1: for nothing)."""
     d_padded = atoms.padded[i]
     d_samples = atoms.samples[i]
@@ -308,7 +308,7 @@ def commit(grid, state, scratch, x, y, d_floor, change):
 
 
 @kernel
-def _try_atoms(atoms, grid, costs, loads, state, scratch, i, a, j, b, limit):
+def try_atoms(atoms, grid, costs, loads, state, scratch, i, a, j, b, limit):
     """Score moving atom i from a to b (j comes back unless -1) and take it when its change is within ``limit``."""
     x = grid.shard_row[a]
     y = grid.shard_row[b]
@@ -374,8 +374,8 @@ def anneal(atoms, grid, costs, loads, state, scratch, moves, temperature, num_st
         else:
             j = _draw_partner(atoms, i, rng)
             b = state.cell_of[j]
-        if a != b and _legal(atoms, grid, state, i, a, j, b):
+        if a != b and legal(atoms, grid, state, i, a, j, b):
             scored += 1
             limit = -temperature * math.log(uniform(rng))
-            _try_atoms(atoms, grid, costs, loads, state, scratch, i, a, j, b, limit)
+            try_atoms(atoms, grid, costs, loads, state, scratch, i, a, j, b, limit)
     return scored

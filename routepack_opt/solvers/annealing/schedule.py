@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from routepack_opt.solvers.annealing.chain import DEFAULT_MOVES
+from routepack_opt.solvers.annealing.chain import DEFAULT_MOVES, SMALL_MOVES
 
 if TYPE_CHECKING:
     from routepack_opt.solvers.annealing.chain import Chain
     from routepack_opt.solvers.annealing.sample_moves import Moves
 
 _MAX_CYCLES = 1000
+_FEW_ATOMS = 64
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Schedule:
             hot=min(0.3, max(base.hot, 1.6 / n)),
             cold=max(base.cold, 0.5 / n**2),
             cycle_proposals=max(500, int(0.25 * n**3 * num_cells)),
+            # with few atoms in a cell a cap blocks most swaps: whole cells and relocations connect the layouts
+            moves=SMALL_MOVES if num_atoms <= _FEW_ATOMS else base.moves,
         )
 
     def without_refinement(self) -> Schedule:
@@ -83,16 +86,19 @@ class Schedule:
         """Of the given cycle."""
         return self.spreads[cycle % len(self.spreads)]
 
+    @staticmethod
+    def within_cycle(fraction: float, num_cycles: int) -> float:
+        """Part of the current cycle that is over, in [0, 1)."""
+        position = fraction * num_cycles
+        return position - int(position)
+
     def smooth(self, fraction: float, num_cycles: int) -> bool:
         """Whether a refinement at this point of the run uses the smooth stand-in."""
-        position = fraction * num_cycles
-        return position - int(position) < self.smooth_until
+        return self.within_cycle(fraction, num_cycles) < self.smooth_until
 
     def temperature(self, fraction: float, num_cycles: int, unit: float) -> float:
         """Temperature in energy units when ``fraction`` of the run is over; ``unit`` is the mean cost of an atom."""
-        position = fraction * num_cycles
-        within = position - int(position)
-        return float(unit * self.hot * (self.cold / self.hot) ** within)
+        return float(unit * self.hot * (self.cold / self.hot) ** self.within_cycle(fraction, num_cycles))
 
 
 def work_estimates_ns(chain: Chain, schedule: Schedule) -> tuple[float, float]:
