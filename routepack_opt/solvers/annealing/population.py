@@ -176,6 +176,8 @@ def _run_levels(
             _run_clock(member, start, deadline, until, num_cycles, unit, schedule, stop)
 
         list(parallel_map(work, members))  # type: ignore[call-overload]
+        for member in members:
+            member.best.offer(member.chain)
         now = schedule.temperature((level + 0.5) / schedule.num_levels, num_cycles, unit)
         effective = float(len(members))
         if schedule.resample and num_cycles == 1 and len(members) > 1 and level + 1 < schedule.num_levels:
