@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.window import integer_array
+from routepack_opt.window import integer_array, positive_int
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+_MAX_SIZE = 2**31 - 1  # as for lengths: rounded-up lengths still sum in 64 bits
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,15 @@ class Constraints:
             value = getattr(self, name)
             if value is None and name == "max_samples_per_cell":
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise InvalidInput(f"constraints.{name}: {value!r} is not a positive integer")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, positive_int(f"constraints.{name}", value, high=_MAX_SIZE))
         if not isinstance(self.equal_samples_per_rank, (bool, np.bool_)):
             raise InvalidInput(f"constraints.equal_samples_per_rank: {self.equal_samples_per_rank!r} is not a boolean")
-        if self.oversize not in ("error", "alone"):
+        if not isinstance(self.oversize, str) or self.oversize not in ("error", "alone"):
             raise InvalidInput(f"constraints.oversize: {self.oversize!r} is unknown; expected 'error' or 'alone'")
         if self.max_moved is not None:
             value = self.max_moved
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value <= 1:
                 raise InvalidInput(f"constraints.max_moved: {value!r} is not a share between 0 and 1")
             object.__setattr__(self, "max_moved", float(value))
         object.__setattr__(self, "groups", _normalise_groups(self.groups))

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from routepack_opt.errors import FormatError, InvalidInput
+from routepack_opt.topology import Topology
+from routepack_opt.window import Window, integer_array, positive_int
 
 if TYPE_CHECKING:
     import os
 
     from numpy.typing import NDArray
 
-    from routepack_opt.topology import Topology
-    from routepack_opt.window import Window
+_MAX_WEIGHT = 1e100  # weights times tokens, summed over a window, stay finite
 
 
 class Score(NamedTuple):
@@ -59,6 +60,8 @@ def _weight(name: str, value: Any) -> float:
         number = math.inf
     if not math.isfinite(number) or number < 0:
         raise InvalidInput(f"{name}: {number!r} is not a finite number >= 0")
+    if number > _MAX_WEIGHT:
+        raise InvalidInput(f"{name}: {number!r} is above {_MAX_WEIGHT:g}")
     return number
 
 
@@ -84,23 +87,29 @@ class CostModel:
 
     def __post_init__(self) -> None:
         """Validate and freeze sequences."""
-        stages = tuple(self.stages)
+        try:
+            stages = tuple(self.stages)
+        except TypeError:
+            raise InvalidInput(f"cost.stages: expected a list of Stage, found {type(self.stages).__name__}") from None
         for index, stage in enumerate(stages):
             if not isinstance(stage, Stage):
                 raise InvalidInput(f"cost.stages[{index}]: expected a Stage, found {type(stage).__name__}")
         object.__setattr__(self, "stages", stages)
         weight: Any = self.expert_weight
-        if isinstance(weight, (Sequence, np.ndarray)) and not isinstance(weight, str):
+        if isinstance(weight, np.ndarray):
+            weight = weight.tolist()
+        if isinstance(weight, Sequence) and not isinstance(weight, (str, bytes)):
             values = tuple(_weight(f"cost.expert_weight[{i}]", w) for i, w in enumerate(weight))
             object.__setattr__(self, "expert_weight", values)
         else:
             object.__setattr__(self, "expert_weight", _weight("cost.expert_weight", weight))
-        if self.sync not in ("shard", "row"):
+        if not isinstance(self.sync, str) or self.sync not in ("shard", "row"):
             raise InvalidInput(f"cost.sync: {self.sync!r} is unknown; expected 'shard' or 'row'")
 
     @classmethod
     def default(cls, num_layers: int, token_cap: int) -> CostModel:
         """One stage alpha = 4 L, beta = 7e-4 C L, expert_weight 1: used when no cost is given."""
+        num_layers, token_cap = positive_int("num_layers", num_layers), positive_int("token_cap", token_cap)
         return cls((Stage("full", 4.0 * num_layers, 7e-4 * token_cap * num_layers),))
 
     @classmethod
@@ -171,7 +180,7 @@ def dense_block(hidden: int, token_cap: int = 1) -> Stage:
 
     In units of 2 h multiply-adds it is ``6 h t + t^2``; for h = 4096 that is verl's ``24576 t + t^2``.
     """
-    return Stage("dense", 6.0 * hidden, float(token_cap))
+    return Stage("dense", 6.0 * positive_int("hidden", hidden), float(positive_int("token_cap", token_cap)))
 
 
 def attention_costs(
@@ -273,4 +282,16 @@ def score(
     logical_to_slot
         int64 [L, E], a bijection per layer; slot s lives on EP rank s // (E / P).
     """
-    return score_of(row_shard_costs(window, cells, logical_to_slot, topology, token_cap, cost), cost.sync)
+    for name, value, kind in (("window", window, Window), ("topology", topology, Topology), ("cost", cost, CostModel)):
+        if not isinstance(value, kind):
+            raise InvalidInput(f"{name}: expected a {kind.__name__}, found {type(value).__name__}")
+    token_cap = positive_int("token_cap", token_cap)
+    slots = integer_array(logical_to_slot, "logical_to_slot", 2, low=0, high=window.num_experts - 1)
+    if slots.shape != (window.num_layers, window.num_experts):
+        raise InvalidInput(f"logical_to_slot: shape {slots.shape}, expected {(window.num_layers, window.num_experts)}")
+    try:
+        return score_of(row_shard_costs(window, cells, slots, topology, token_cap, cost), cost.sync)
+    except (TypeError, IndexError, ValueError):
+        raise InvalidInput(
+            f"cells: expected rows of {topology.dp} lists of sample indices below {window.num_samples}"
+        ) from None

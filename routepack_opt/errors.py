@@ -8,6 +8,10 @@ class RoutePackError(Exception):
 
     exit_code = 1
 
+    def __init__(self, message: str = "") -> None:
+        """One line, whatever the values quoted in ``message`` look like (arrays print over several)."""
+        super().__init__(" ".join(line.strip() for line in str(message).splitlines()))
+
 
 class VerificationError(RoutePackError):
     """A plan breaks one of its own claims; ``claim`` names the first broken one."""
@@ -17,7 +21,11 @@ class VerificationError(RoutePackError):
     def __init__(self, claim: str, message: str) -> None:
         """The message shown is "claim: message"."""
         super().__init__(f"{claim}: {message}")
-        self.claim = claim
+        self.claim, self._message = claim, message
+
+    def __reduce__(self) -> tuple[type[VerificationError], tuple[str, str]]:
+        """Both arguments, so that the error survives the way back from a worker process."""
+        return type(self), (self.claim, self._message)
 
 
 class MissingDependency(RoutePackError):

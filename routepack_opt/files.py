@@ -24,6 +24,15 @@ if TYPE_CHECKING:
 _NPY_HEADER_LIMIT = 10_000
 
 
+def file_path(path: Any) -> Path:
+    """``path`` as a Path; what cannot name a file (None, a number, text with a NUL) is a :class:`FormatError`."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise FormatError(f"path: expected a file name, found {type(path).__name__}")
+    if "\0" in str(path):
+        raise FormatError(f"path: {str(path)!r} cannot name a file")
+    return Path(path)
+
+
 def _available_memory_bytes() -> int:
     with suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
@@ -104,7 +113,7 @@ def read_npz(path: str | os.PathLike[str], fields: tuple[str, ...] | None = None
     FormatError
         Missing or unreadable file, truncated zip, object arrays, headers that disagree with the stored bytes.
     """
-    path = Path(path)
+    path = file_path(path)
     arrays: dict[str, NDArray[Any]] = {}
     try:
         with zipfile.ZipFile(path) as archive:
@@ -176,15 +185,13 @@ def parse_json(text: str | bytes, where: str) -> Any:
 def read_text(path: str | os.PathLike[str]) -> str:
     """Read a UTF-8 file; a missing or unreadable one is a :class:`FormatError`."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return file_path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
     except MemoryError:
         raise FormatError(f"{path}: does not fit in the memory of this machine") from None
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror or error})") from None
-    except ValueError as error:  # a NUL in the name
-        raise FormatError(f"{str(path)!r}: cannot be read ({_one_line(error)})") from None
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
@@ -202,7 +209,7 @@ def write_json(path: str | os.PathLike[str], value: Any, *, indent: int | None =
 @contextmanager
 def atomic_writer(path: str | os.PathLike[str], mode: str) -> Iterator[IO[Any]]:
     """A temporary file beside ``path`` that replaces it on success and vanishes on any error."""
-    path = Path(path)
+    path = file_path(path)
     temporary = None
     try:
         try:

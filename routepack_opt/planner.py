@@ -14,10 +14,12 @@ from routepack_opt import __version__
 from routepack_opt.constraints import Constraints
 from routepack_opt.cost import CostModel, score
 from routepack_opt.cost import rank_loads as row_rank_loads
-from routepack_opt.errors import InvalidInput
+from routepack_opt.errors import InvalidInput, MissingDependency
 from routepack_opt.models.atoms import AtomSet, build_atoms
 from routepack_opt.models.layout import canonical_ranks, cells_from_assignment, shard_row_of_cell
 from routepack_opt.plan import Plan
+from routepack_opt.topology import Topology
+from routepack_opt.window import Window, positive_int
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -26,8 +28,7 @@ if TYPE_CHECKING:
     from routepack_opt.models.layout_search import LayoutTask, SearchResult
     from routepack_opt.models.placement import PlacementResult
     from routepack_opt.models.rows import RowsProblem, RowsResult
-    from routepack_opt.topology import Topology
-    from routepack_opt.window import Window
+    from routepack_opt.solvers.annealing.population import LevelStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,7 @@ def plan_window(
     constraints: Constraints | None = None,
     stop: threading.Event | None = None,
     co_refine: bool = True,
+    statistics: list[LevelStatistics] | None = None,
 ) -> Plan:
     """Plan one optimizer step.
 
@@ -121,7 +123,8 @@ def plan_window(
     seed
         Of every random choice.
     device
-        "auto" or "cpu".
+        "auto" and "cpu" are the compiled CPU engine; "torch" is the torch engine on the CPU, "cuda" and "cuda:N" on a
+        GPU. "auto" does not choose a GPU: no measurement shows yet that it pays.
     previous
         The plan, or logical_to_slot [L, E], in force now; None means slot e holds expert e.
     constraints
@@ -130,6 +133,8 @@ def plan_window(
         An event that ends the search early; the incumbent is returned.
     co_refine
         Whether the layout search may move experts too; False keeps the placement of the window totals.
+    statistics
+        A list that receives one entry for every temperature of the search.
 
     Returns
     -------
@@ -143,13 +148,15 @@ def plan_window(
     InvalidInput
         A parameter is wrong; names it.
     """
-    token_cap = _positive_int("token_cap", token_cap)
+    _check_types(window, topology, cost, constraints, stop)
+    token_cap = positive_int("token_cap", token_cap)
     if budget_steps is not None:
-        budget_steps = _positive_int("budget_steps", budget_steps, low=0)
-    elif isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not 0 <= budget_s < 1e9:
+        budget_steps = positive_int("budget_steps", budget_steps, low=0)
+    elif not _is_number(budget_s) or not 0 <= budget_s < 1e9:
         raise InvalidInput(f"budget_s: {budget_s!r} is not a number of seconds >= 0")
-    if device not in ("auto", "cpu"):
-        raise InvalidInput(f"device: {device!r} is not available in this version; use 'auto' or 'cpu'")
+    if not isinstance(co_refine, (bool, np.bool_)):
+        raise InvalidInput(f"co_refine: {co_refine!r} is not a boolean")
+    engine = _engine(device)
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < 2**63:
         raise InvalidInput(f"seed: {seed!r} is not an integer from 0 to 2^63 - 1")
     constraints = constraints or Constraints()
@@ -163,21 +170,61 @@ def plan_window(
         notes.append("counts: predicted (the demand comes from an older policy)")
     standing_slots = _standing_slots(previous, window, topology)
     _ensure_warm()
-    run = _Run(window, topology, token_cap, cost, constraints, standing_slots, int(seed), stop, notes)
-    return run.plan(budget_s if budget_steps is None else None, budget_steps, co_refine)
+    run = _Run(window, topology, token_cap, cost, constraints, standing_slots, int(seed), stop, notes, engine)
+    plan = run.plan(float(budget_s) if budget_steps is None else None, budget_steps, bool(co_refine))
+    if statistics is not None:
+        statistics.extend(run.levels)
+    return plan
 
 
-def _positive_int(name: str, value: Any, low: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
-        raise InvalidInput(f"{name}: {value!r} is not an integer >= {low}")
-    return int(value)
+def _check_types(window: Any, topology: Any, cost: Any, constraints: Any, stop: Any) -> None:
+    for name, value, kind in (
+        ("window", window, Window),
+        ("topology", topology, Topology),
+        ("cost", cost, (CostModel, type(None))),
+        ("constraints", constraints, (Constraints, type(None))),
+    ):
+        if not isinstance(value, kind):
+            wanted = kind if isinstance(kind, type) else kind[0]
+            raise InvalidInput(f"{name}: expected a {wanted.__name__}, found {type(value).__name__}")
+    if stop is not None and not callable(getattr(stop, "is_set", None)):
+        raise InvalidInput(f"stop: expected a threading.Event, found {type(stop).__name__}")
+
+
+def _engine(device: str) -> str:
+    """The engine a device name asks for; torch is imported only when it is asked for."""
+    known = isinstance(device, str) and (
+        device in ("auto", "cpu", "torch", "cuda") or (device.startswith("cuda:") and device[5:].isdigit())
+    )
+    if not known:
+        raise InvalidInput(f"device: {device!r} is unknown; expected auto, cpu, torch, cuda or cuda:N")
+    if device in ("auto", "cpu"):
+        return "cpu"
+    try:
+        import torch
+    except ImportError:
+        raise MissingDependency(
+            f"device {device!r} needs torch; install it with: pip install routepack-opt[torch]"
+        ) from None
+    if device.startswith("cuda"):
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if count <= int(device[5:] or 0):
+            raise InvalidInput(f"device: {device!r} is not there; this machine has {count} CUDA devices")
+    return device
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
 
 
 def _standing_slots(previous: Plan | NDArray[np.int64] | None, window: Window, topology: Topology) -> NDArray[np.int64]:
     shape = (window.num_layers, window.num_experts)
     if previous is None:
         return np.tile(np.arange(shape[1], dtype=np.int64), (shape[0], 1))
-    slots = np.asarray(previous.logical_to_slot if isinstance(previous, Plan) else previous)
+    try:
+        slots = np.asarray(previous.logical_to_slot if isinstance(previous, Plan) else previous)
+    except ValueError:
+        raise InvalidInput(f"previous: not a rectangular array; expected integers of shape {shape}") from None
     if slots.shape != shape or slots.dtype.kind not in "iu":
         raise InvalidInput(f"previous: logical_to_slot has shape {slots.shape}, expected integers of shape {shape}")
     if not (np.sort(slots, axis=1) == np.arange(shape[1])).all():
@@ -200,11 +247,15 @@ class _Run:
         seed: int,
         stop: threading.Event | None,
         notes: list[str],
+        device: str,
     ) -> None:
         self.window, self.topology, self.token_cap, self.cost = window, topology, token_cap, cost
         self.constraints, self.standing_slots, self.seed, self.stop = constraints, standing_slots, seed, stop
         self.notes = notes
+        self.levels: list[LevelStatistics] = []
+        self.device = device
         self.timer = _Timer()
+        self.has_previous = bool((standing_slots != np.arange(window.num_experts)).any())
         self.standing = standing_slots // topology.experts_per_rank(window.num_experts)
 
     def plan(self, budget_s: float | None, budget_steps: int | None, co_refine: bool) -> Plan:
@@ -258,11 +309,19 @@ class _Run:
             lpt_ranks=lpt_ranks,
             standing=self.standing,
             bound=bound.value,
+            previous_placement=self.has_previous,
         )
         deadline = None if budget_s is None else timer.start + budget_s - self._reserve_s(budget_s)
         found = search_layout(
-            task, deadline=deadline, steps=budget_steps, seed=self.seed, stop=self.stop, refine=co_refine
+            task,
+            deadline=deadline,
+            steps=budget_steps,
+            seed=self.seed,
+            stop=self.stop,
+            refine=co_refine,
+            device=self.device,
         )
+        self.levels = found.levels
         if found.note:
             self.notes.append(found.note)
         timer.lap("search_s")

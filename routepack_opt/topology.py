@@ -10,10 +10,14 @@ import numpy as np
 
 from routepack_opt.errors import TopologyError
 
+_MAX_RANKS = 1 << 20  # every rank is an entry in lists and tables: a mistyped size must not fill the memory
+
 
 def _positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise TopologyError(f"{name}: {value!r} is not a positive integer")
+    if value > _MAX_RANKS:
+        raise TopologyError(f"{name}: {value} is above {_MAX_RANKS}, the most ranks a topology may have")
     return int(value)
 
 
@@ -49,7 +53,7 @@ class Topology:
             shards = 1 if dp is None else max(1, _positive("dp", dp) // ep)
         if isinstance(shards, (int, np.integer)):
             count = _positive("shards", shards)
-            dp = ep * count if dp is None else _positive("dp", dp)
+            dp = _positive("dp", ep * count if dp is None else dp)
             if dp % count:
                 raise TopologyError(
                     f"shards: dp {dp} over {count} shards is {dp / count:g} DP ranks a shard; expected a divisor of dp"
@@ -122,6 +126,8 @@ class Topology:
 
 
 def _rank_lists(shards: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    if isinstance(shards, np.ndarray):
+        shards = shards.tolist()
     if not isinstance(shards, Iterable) or isinstance(shards, (str, bytes)):
         raise TopologyError(f"shards: expected a count or lists of DP ranks, found {shards!r}")
     lists = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,7 +31,7 @@ def integer_array(value: ArrayLike, name: str, ndim: int, *, low: int, high: int
     except (ValueError, OverflowError) as error:
         raise InvalidInput(f"{name}: not a rectangular array of integers ({error})") from None
     if array.ndim != ndim:
-        raise InvalidInput(f"{name}: expected {ndim} dimension{'s' if ndim > 1 else ''}, found shape {array.shape}")
+        raise InvalidInput(f"{name}: expected {ndim} dimension{'' if ndim == 1 else 's'}, found shape {array.shape}")
     if array.dtype.kind not in "iu":
         if array.size == 0:
             array = array.astype(np.int64)
@@ -55,9 +56,32 @@ def integer_array(value: ArrayLike, name: str, ndim: int, *, low: int, high: int
     return array
 
 
+def positive_int(name: str, value: Any, low: int = 1, high: int = 1 << 62) -> int:
+    """``value`` as an int in [low, high]; anything else, booleans and floats included, is an InvalidInput."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
+        wanted = "a positive integer" if low == 1 else f"an integer >= {low}"
+        raise InvalidInput(f"{name}: {value!r} is not {wanted}")
+    if value > high:
+        raise InvalidInput(f"{name}: {value} is above {high}")
+    return int(value)
+
+
 def _index_of(mask: NDArray[Any]) -> str:
+    if mask.ndim == 0:
+        return ""
     first = np.unravel_index(int(np.argmax(mask)), mask.shape)
     return "[" + ",".join(str(int(i)) for i in first) + "]"
+
+
+def _names(value: Any, num_samples: int) -> tuple[str, ...]:
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise InvalidInput(f"sample_ids: expected one name per sample, found {type(value).__name__}")
+    names = tuple(str(name) for name in value)
+    if len(names) != num_samples:
+        raise InvalidInput(f"sample_ids: {len(names)} names for {num_samples} samples")
+    return names
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,9 +148,7 @@ class Window:
             raise InvalidInput(f"demand: shape {demand_array.shape} has no layers or no experts; expected [N, L, E]")
         put(self, "lengths", np.ascontiguousarray(lengths_array, dtype=np.int64))
         put(self, "demand", np.ascontiguousarray(demand_array, dtype=np.int32))
-        put(self, "sample_ids", None if sample_ids is None else tuple(str(s) for s in sample_ids))
-        if self.sample_ids is not None and len(self.sample_ids) != self.num_samples:
-            raise InvalidInput(f"sample_ids: {len(self.sample_ids)} names for {self.num_samples} samples")
+        put(self, "sample_ids", None if sample_ids is None else _names(sample_ids, self.num_samples))
         for name, values, size in (
             ("group_ids", group_ids, self.num_samples),
             ("moe_layers", moe_layers, self.num_layers),
@@ -138,12 +160,12 @@ class Window:
             if array.shape[0] != size:
                 raise InvalidInput(f"{name}: {array.shape[0]} entries, expected {size}")
             put(self, name, np.ascontiguousarray(array, dtype=np.int64))
-        if top_k is not None and int(top_k) < 1:
-            raise InvalidInput(f"top_k: {top_k} is below 1")
-        put(self, "top_k", None if top_k is None else int(top_k))
-        if counts not in ("recorded", "predicted"):
+        put(self, "top_k", None if top_k is None else int(integer_array(top_k, "top_k", 0, low=1, high=_INT32_MAX)))
+        if not isinstance(counts, str) or counts not in ("recorded", "predicted"):
             raise InvalidInput(f"counts: {counts!r} is unknown; expected 'recorded' or 'predicted'")
         put(self, "counts", counts)
+        if meta is not None and not isinstance(meta, Mapping):
+            raise InvalidInput(f"meta: expected a dict of notes, found {type(meta).__name__}")
         put(self, "meta", dict(meta or {}))
 
     @property

@@ -359,4 +359,4 @@ def test_a_cap_or_rank_count_in_the_billions_allocates_nothing(tmp_path: Path) -
     plan["topology"]["dp"] = 10**15
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(plan), encoding="utf-8")
-    assert "DP rank" in refused(lambda: Plan.load(file))
+    assert "the most ranks" in refused(lambda: Plan.load(file))

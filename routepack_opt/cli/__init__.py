@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _one_line(error: OSError | MemoryError) -> str:
     if isinstance(error, MemoryError):
-        return f"this needs more memory than the machine has {error}".strip()
+        return f"this needs more memory than the machine has ({error or 'out of memory'})"
     return f"{'' if error.filename is None else f'{error.filename}: '}{error.strerror or error}"
 
 

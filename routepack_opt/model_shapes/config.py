@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.files import read_json
+from routepack_opt.files import file_path, read_json
 from routepack_opt.model_shapes.presets import PRESETS
 from routepack_opt.model_shapes.shape import Attention, Layer, ModelShape
 
@@ -55,7 +54,7 @@ def model_shape(model: str | os.PathLike[str] | dict[str, Any]) -> ModelShape:
         return _parse(model, "config")
     if isinstance(model, str) and model in PRESETS:
         return _parse(PRESETS[model], model)
-    path = Path(model)
+    path = file_path(model)
     if path.is_dir():
         path = path / "config.json"
     if isinstance(model, str) and not path.exists() and path.suffix != ".json":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from routepack_opt.cost import CostModel, Stage
-from routepack_opt.errors import InvalidInput
+from routepack_opt.window import positive_int
 
 if TYPE_CHECKING:
     import os
@@ -142,9 +142,9 @@ def cost_for_model(
     """
     from routepack_opt.model_shapes.config import model_shape
 
-    for name, value in (("token_cap", token_cap), ("tp", tp), ("cp", cp), ("etp", etp)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidInput(f"{name}: {value!r} is not a positive integer")
+    token_cap, tp, cp, etp = (
+        positive_int(name, value) for name, value in (("token_cap", token_cap), ("tp", tp), ("cp", cp), ("etp", etp))
+    )
     shape = model if isinstance(model, ModelShape) else model_shape(model)
     split = tp * cp
     stages = tuple(Stage(s.name, s.alpha / split, s.beta / split) for s in shape.stages(token_cap))

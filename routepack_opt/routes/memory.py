@@ -54,6 +54,8 @@ def window_from_routes(
         Naming sample, row and layer of the first wrong value.
     """
     sizes = integer_array(lengths, "lengths", 1, low=1, high=MAX_LENGTH)
+    if not hasattr(routes, "__len__") or isinstance(routes, (str, bytes)) or getattr(routes, "ndim", 1) == 0:
+        raise InvalidInput(f"routes: expected one array [rows, L, K] per sample, found {type(routes).__name__}")
     if len(routes) != sizes.size:
         raise InvalidInput(f"routes: {len(routes)} samples but lengths has {sizes.size}; they must agree")
     starts = None

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 
+_MAX_SIZE = 2**31 - 1  # of one axis
+
+
 def pad_routes(
     num_rows: int,
     num_layers: int,
@@ -57,6 +60,8 @@ def pad_routes(
     ):  # fmt: skip
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < low:
             raise InvalidInput(f"{name}: {value!r} is not an integer of at least {low}")
+        if value > _MAX_SIZE:
+            raise InvalidInput(f"{name}: {value} is above {_MAX_SIZE}")
     if top_k > num_experts:
         raise InvalidInput(
             f"top_k: {top_k} distinct experts from num_experts {num_experts}; expected at most that many"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from routepack_opt.errors import FormatError, InvalidInput
+from routepack_opt.files import file_path
 from routepack_opt.routes.assemble import WindowBuilder, announce, build_window
 from routepack_opt.routes.payloads import npy_header
 from routepack_opt.routes.records import DIALECTS, Dialect
@@ -75,7 +76,10 @@ def read_routes(
     MissingDependency
         A ``.pt`` or parquet file without torch or pyarrow.
     """
-    files = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
+    try:
+        files = [file_path(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
+    except TypeError:
+        raise InvalidInput(f"paths: expected file names, found {type(paths).__name__}") from None
     if not files:
         raise InvalidInput("paths: no files given")
     own = IngestReport() if report is None else report
@@ -96,7 +100,7 @@ def read_routes(
 def _checked_format(name: str | None, num_layers: int | None, top_k: int | None) -> tuple[str | None, Dialect]:
     container, dialect = None, Dialect("auto")
     if name is not None:
-        text = name.lower()
+        text = str(name).lower()
         text = _ALIASES.get(text, text)
         if text not in FORMATS:
             raise InvalidInput(f"format: {name!r} is unknown; expected one of {', '.join(FORMATS)}")

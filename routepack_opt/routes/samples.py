@@ -139,7 +139,7 @@ def checked_moe_layers(moe_layers: Sequence[int] | None) -> NDArray[np.int64] | 
         return None
     from routepack_opt.window import integer_array
 
-    layers = integer_array(np.asarray(moe_layers), "moe_layers", 1, low=0, high=2**31)
+    layers = integer_array(moe_layers, "moe_layers", 1, low=0, high=2**31)
     if layers.size == 0:
         raise InvalidInput("moe_layers: empty; expected at least one layer, or None")
     rising = np.diff(layers.astype(np.int64)) > 0

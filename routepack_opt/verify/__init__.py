@@ -6,8 +6,9 @@ re-derives one kind of claim; the first broken one is raised by name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from routepack_opt.errors import InvalidInput
 from routepack_opt.plan import check_plan_object
 from routepack_opt.verify.bound import check_bound
 from routepack_opt.verify.facts import read_facts
@@ -15,9 +16,7 @@ from routepack_opt.verify.layout import check_layout
 from routepack_opt.verify.placement import check_placement, check_placement_certificate
 from routepack_opt.verify.rows import check_rows
 from routepack_opt.verify.scoring import check_score
-
-if TYPE_CHECKING:
-    from routepack_opt.window import Window
+from routepack_opt.window import Window
 
 __all__ = ["verify_plan"]
 
@@ -45,6 +44,8 @@ def verify_plan(plan: dict[str, Any], window: Window) -> list[str]:
         ``claim`` names the first broken claim.
     """
     check_plan_object(plan, "plan")
+    if not isinstance(window, Window):
+        raise InvalidInput(f"window: expected a Window, found {type(window).__name__}")
     facts, checked = read_facts(plan, window)
     checked += check_layout(plan, facts)
     checked += check_placement(plan, facts)
