@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from routepack_opt.window import Window
 
 
+_FINGERPRINT_ROWS = 32  # copied at a time
+
+
 @dataclass(frozen=True)
 class AtomSet:
     """n atoms of a window, in an order that depends on their content alone (see :func:`build_atoms`).
@@ -125,7 +128,7 @@ def _sorted_by_content(atoms: AtomSet) -> AtomSet:
     if same.any():
         tied = order[np.append(same, False) | np.append(False, same)]
         content = np.zeros(atoms.num_atoms, dtype=np.int64)
-        content[tied] = _fingerprints(atoms.demand[tied])
+        content[tied] = _fingerprints(atoms.demand, tied)
         groups = () if atoms.rank_groups is None else (atoms.rank_groups,)
         order = np.lexsort((*groups, content, *sizes))
     return AtomSet(
@@ -140,14 +143,18 @@ def _sorted_by_content(atoms: AtomSet) -> AtomSet:
     )
 
 
-def _fingerprints(demand: NDArray[np.int32]) -> NDArray[np.int64]:
-    """int64 [k], one number for each atom's demand [k, L, E]: a fixed random projection modulo 2^64."""
+def _fingerprints(demand: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """int64 [k], one number for some rows of demand [n, L, E]: a fixed random projection modulo 2^64."""
     flat = demand.reshape(demand.shape[0], -1)
     z = np.arange(1, flat.shape[1] + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):  # the mixer of SplitMix64
         z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
     weights = ((z ^ (z >> np.uint64(31))) | np.uint64(1)).view(np.int64)
-    return np.asarray(np.einsum("ij,j->i", flat, weights, dtype=np.int64, casting="safe"))
+    result = np.empty(rows.size, dtype=np.int64)
+    for start in range(0, rows.size, _FINGERPRINT_ROWS):
+        some = flat[rows[start : start + _FINGERPRINT_ROWS]]
+        result[start : start + some.shape[0]] = np.einsum("ij,j->i", some, weights, dtype=np.int64, casting="safe")
+    return result
 
 
 def _grouped_demand(window: Window, order: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int32]:
