@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from routepack_opt.constraints import Constraints
     from routepack_opt.cost import CostModel
+    from routepack_opt.solvers.annealing.population import LevelStatistics
     from routepack_opt.window import Window
 
 DESCRIPTION = """\
@@ -79,7 +80,8 @@ def _add_search(parser: argparse.ArgumentParser) -> None:
         help="proposals per chain instead of seconds: the same plan on every machine",
     )
     search.add_argument("--seed", type=integer(0), default=0, metavar="N", help="of all random choices (default 0)")
-    search.add_argument("--device", default="auto", metavar="D", help="auto (default) or cpu")
+    search.add_argument("--device", default="auto", metavar="D", help="auto (default), cpu, torch, cuda or cuda:N")
+    search.add_argument("--stats", metavar="FILE", help="write what happened at every temperature, as .csv or .jsonl")
 
 
 def _add_constraints(parser: argparse.ArgumentParser) -> None:
@@ -140,10 +142,15 @@ def run(options: argparse.Namespace) -> int:
     from routepack_opt.cli.plan_table import print_result
     from routepack_opt.plan import Plan
     from routepack_opt.planner import plan_window
+    from routepack_opt.report.annealing import statistics_format, write_statistics
     from routepack_opt.topology import Topology
     from routepack_opt.window import Window
 
     check_output(options.output, options.window, options.cost, options.model)
+    if options.stats is not None:
+        check_output(options.stats, options.window, options.output)
+        statistics_format(options.stats)
+    levels: list[LevelStatistics] = []
     topology = Topology(dp=options.dp, ep=options.ep, shards=options.shards)
     previous = None if options.previous is None else Plan.load(options.previous)
     window = Window.load(options.window)
@@ -162,12 +169,15 @@ def run(options: argparse.Namespace) -> int:
             previous=previous,
             constraints=_constraints(options),
             stop=stop,
+            statistics=levels,
         )
         interrupted = stop.is_set()
         if interrupted:
             notes.append("interrupted: the best plan found until then")
         plan = replace(plan, notes=(*plan.notes, *notes))
         plan.save(options.output)
+        if options.stats is not None:
+            write_statistics(levels, options.stats)
     print_result(options, plan, window, expert_bytes, previous)
     return INTERRUPTED if interrupted else 0
 
