@@ -68,6 +68,10 @@ MUTATIONS: list[tuple[str, Any, str]] = [
     ("window/layers", 3, "FORMAT"),
     ("window/experts", 9, "FORMAT"),
     ("window/sha256", "0" * 64, "window.sha256"),
+    ("window/counts", "predicted", "window.counts"),
+    ("window/counts", None, "window.counts"),
+    ("seed_score", lambda s: [s[0], s[1], s[2] * 0.99], "seed_score"),
+    ("seed_rows", lambda r: r - 1, "seed_score"),
     ("topology/dp", 5, "topology.shards"),
     ("topology/dp", 0, "topology.dp"),
     ("topology/ep", 3, "topology.ep"),
@@ -520,10 +524,10 @@ def test_every_row_certificate_of_the_planner_is_accepted(
 
 def test_huge_weights_stay_exact() -> None:
     window = small_window()
-    cost = CostModel((Stage("huge", 1e300, 1e-300),), expert_weight=1e-310)
+    cost = CostModel((Stage("huge", 1e100, 1e-300),), expert_weight=1e-310)
     plan = naive_plan(window, TOPOLOGY, 200, num_rows=2, cost=cost)
     verify_plan(plan, window)
-    assert Fraction(plan["score"][0]) > 10**299
+    assert Fraction(plan["score"][0]) > 10**99
     overflowing = edit(plan, "cost/stages/0/alpha", 1.7e308)
     assert claim_of(overflowing, window) == "score"
 

@@ -134,6 +134,9 @@ def _check_window(claimed: dict[str, Any], window: Window) -> None:
     for name, size in found.items():
         if claimed[name] != size:
             raise VerificationError(f"window.{name}", f"the plan says {claimed[name]}, the window has {size}")
+    counts = claimed.get("counts", window.counts)
+    if counts != window.counts:  # not part of the digest
+        raise VerificationError("window.counts", f"the plan says {counts!r}, the window {window.counts!r}")
     digest = hashlib.sha256()
     for array, dtype in ((window.lengths, "<i8"), (window.demand, "<i4")):
         digest.update(np.ascontiguousarray(array, dtype=dtype).data)

@@ -29,7 +29,17 @@ def check_score(plan: dict[str, Any], facts: Facts) -> list[str]:
     for name, claimed, value in zip(_NAMES, plan["score"], exact, strict=True):
         if not nearly(claimed, value):
             raise VerificationError("score", f"{name} says {claimed!r}, exact arithmetic gives {show(value)}")
+    _check_never_worse(plan, facts)
     return ["score: " + ", ".join(f"{n} {show(v, 6)}" for n, v in zip(_NAMES, exact, strict=True))]
+
+
+def _check_never_worse(plan: dict[str, Any], facts: Facts) -> None:
+    """LPT + FFD is not re-run, but what the plan says of it may not contradict the promise never to be worse."""
+    seed, seed_rows = plan["seed_score"], plan.get("seed_rows")
+    if seed is None or seed_rows is None or facts.rules.max_moved is not None:
+        return
+    if (plan["rows"], *plan["score"]) > (seed_rows, *seed):
+        raise VerificationError("seed_score", "LPT + FFD is better than the plan, by (rows, score)")
 
 
 def nearly(claimed: float, exact: Fraction) -> bool:
