@@ -203,7 +203,7 @@ def test_journal_takes_over_what_is_closed_and_what_had_as_much_time(tmp_path: P
     done, open_case, failed = case([5, 5]), case([5, 5], name="b"), case([5, 5], name="c")
     with Journal(tmp_path / "r.jsonl") as journal:
         journal.append(certify_case(done, ONE))
-        journal.append({**certify_case(open_case, ONE), "rows_status": "best-known"})
+        journal.append({**certify_case(open_case, ONE), "rows": 2, "packing": [0, 1], "rows_status": "best-known"})
         journal.append({**certify_case(failed, ONE), "rows_status": "failed", "error": "killed"})
     with Journal(tmp_path / "r.jsonl") as journal:
         assert journal.find(done, Settings(1, 99.0, seed=5)) is not None
@@ -544,3 +544,46 @@ def test_a_ray_cluster_gives_the_same_answers(tmp_path: Path) -> None:
                 time.sleep(0.5)
         assert_gone(servants)
         subprocess.run(["rm", "-rf", str(short)], check=False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rows_status": 5}, {"name": ["a"]}, {"seed": None}, {"rows": "2"}, {"packing": "x"}, {"placement_gap": "0"}],
+)
+def test_a_damaged_line_is_named_and_the_file_left_alone(tmp_path: Path, change: dict[str, Any]) -> None:
+    good = certify_case(case([6, 5, 4]), ONE)
+    path = tmp_path / "certs.jsonl"
+    path.write_text(json.dumps({**good, **change}) + "\n" + json.dumps(good) + "\n")
+    before = path.read_bytes()
+    with pytest.raises(InvalidInput, match="line 1 is not a result"):
+        Journal(path)
+    assert path.read_bytes() == before
+
+
+def test_a_forged_line_is_not_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = case([6, 5, 4])
+    forged = {**certify_case(one, ONE), "rows": 1, "rows_lower_bound": 1, "packing": [0, 0, 0]}
+    path = tmp_path / "certs.jsonl"
+    path.write_text(json.dumps(forged) + "\n")
+    with Journal(path) as journal:
+        assert journal.find(one, ONE) is None
+    assert "refuted" in caplog.text
+
+
+def test_a_solver_cannot_prove_more_cells_than_the_packing_has() -> None:
+    record = certify_case(case([6, 5, 4]), ONE)
+    solver = {"kind": "solver", "cap": 10, "solver": "x", "version": "1", "table": [], "max_cell": 0, "cells": 99}
+    with pytest.raises(VerificationError, match="cells says 99"):
+        check_record({**record, "rows_status": "solver-proved", "certificate": solver}, np.array([6, 5, 4]))
+
+
+def test_an_instance_file_without_instances_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(FormatError, match="no instance"):
+        read_cases([tmp_path / "empty.jsonl"], token_cap=None)
+
+
+def test_items_over_half_of_a_huge_capacity_are_certified() -> None:
+    cap = 2**31 - 1  # no table of that size
+    record = certify_case(case([cap, 2**30, 2**30] * 5, cap), ONE)
+    assert (record["rows"], record["rows_status"]) == (15, "certified")

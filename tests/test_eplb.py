@@ -132,3 +132,50 @@ def test_a_new_table_with_a_duplicate_expert_on_a_rank_is_rejected_and_the_stand
 def test_same_input_same_table():
     weight = np.random.default_rng(0).integers(0, 999, (3, 32))
     assert (rebalance_experts(weight, 40, 1, 1, 8)[0] == rebalance_experts(weight, 40, 1, 1, 8)[0]).all()
+
+
+def test_one_hot_half_precision_loads_are_no_overflow():
+    weight = np.zeros((1, 8), dtype=np.float16)
+    weight[0, 3] = 60000
+    assert (rebalance_experts(weight, 8, 1, 1, 4)[2] == 1).all()
+    steps = np.stack([weight] * 3)  # 180000 is beyond float16
+    assert rebalance_experts_sglang(steps, 16, 4, 1, 1)[2][0, 3] == 4
+
+
+def test_more_slots_than_a_nodes_ranks_can_hold_apart_are_not_refused():
+    table, _, count = rebalance_experts(WEIGHT, 40, 4, 4, 8)  # 3 experts and 10 slots on the 2 ranks of a node
+    assert table.shape == (2, 40) and count.min() >= 2
+
+
+def test_groups_that_no_node_can_keep_are_ignored_as_in_the_original():
+    assert rebalance_experts(WEIGHT, 12, 5, 2, 4)[0].shape == (2, 12)  # 5 groups on 2 nodes: one level
+
+
+def test_steps_are_checked_before_they_are_summed():
+    steps = np.full((3, 1, 4), 5)
+    steps[0, 0, 2] = -1
+    with pytest.raises(InvalidInput, match=r"\[0, 0, 2\]: -1 is negative"):
+        rebalance_experts_sglang(steps, 4, 2, 1, 1)
+    with pytest.raises(InvalidInput, match="scale the loads down"):
+        rebalance_experts_sglang(np.full((4, 1, 4), 1 << 62), 4, 2, 1, 1)  # the sum wraps to 0
+    for odd in (np.full((2, 1, 4), "a"), np.full((2, 1, 4), None), np.zeros((0, 1, 4))):
+        with pytest.raises(InvalidInput):
+            rebalance_experts_sglang(odd, 4, 2, 1, 1)
+
+
+def test_empty_and_foreign_slots_of_the_old_table_keep_nothing():
+    old = rebalance_experts_vllm(WEIGHT, 16, 1, 1, 4)
+    for bad in (-1, 99):
+        torn = old.copy()
+        torn[0, 0] = bad
+        new = rebalance_experts_vllm(WEIGHT, 16, 1, 1, 4, torn)
+        assert (new != torn).sum() == 1
+    for odd in ("abc", [[1], [1, 2]], np.full((2, 16), np.nan)):
+        with pytest.raises(InvalidInput, match="old_global_expert_indices"):
+            rebalance_experts_vllm(WEIGHT, 16, 1, 1, 4, odd)
+
+
+@pytest.mark.parametrize("slots", [16.0, "16", None])
+def test_slots_that_are_no_whole_number_are_one_line(slots):
+    with pytest.raises(InvalidInput, match="not a whole number"):
+        rebalance_experts(WEIGHT, slots, 1, 1, 4)

@@ -144,3 +144,20 @@ def test_published_sglang_statistics_are_read(data_dir):
     load = read_loads(data_dir / "loads" / "decode_in2000out100.json")
     assert load.shape == (61, 256)
     assert (load[:3] == 0).all() and (load[3:].sum(axis=1) == 23760000).all()
+
+
+def test_bfloat16_counts_are_read(tmp_path):
+    torch = pytest.importorskip("torch")
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.save({"logical_count": torch.full((2, 4), 2048, dtype=dtype)}, tmp_path / "l.pt")
+        assert (read_loads(tmp_path / "l.pt") == 2048).all()
+
+
+def test_a_layer_that_appears_twice_is_refused(tmp_path):
+    (tmp_path / "t.yaml").write_text("initial_global_assignments:\n  0: [0, 1]\n  0: [1, 0]\n")
+    device = [{"device_id": 0, "device_expert": [0, 1]}]
+    layers = [{"layer_id": 7, "device_list": device}] * 2
+    (tmp_path / "t.json").write_text(json.dumps({"layer_list": layers}))
+    for name in ("t.yaml", "t.json"):
+        with pytest.raises(FormatError, match="twice"):
+            read_table(tmp_path / name)

@@ -287,3 +287,28 @@ def test_real_decode_counts_come_within_a_thousandth_of_the_bound(run: Any, data
     result = json.loads(out)
     assert result["gap"] <= 0.01
     assert result["moved"] < 0.25
+
+
+@pytest.mark.parametrize("wish", [("--max-moved", 0.1), ("--within", 0.01)])
+def test_a_cap_on_moves_is_never_silently_dropped(
+    run: Any, loads: Path, tmp_path: Path, wish: tuple[str, float]
+) -> None:
+    previous = tmp_path / "previous.json"
+    assert run(loads, "--ranks", P, "--slots", E + P, "-o", previous)[0] == 0
+    code, _, err = run(loads, "--ranks", P, "--previous", previous, *wish)
+    assert code == 4 and f"{E + P} slots for {E} experts" in err
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"), [([[1e300] * 4], "1e+300 is above"), ([[[1 << 56] * 4]] * 200, "the steps sum to")]
+)
+def test_huge_counts_are_named_and_never_wrap(run: Any, tmp_path: Path, counts: list[Any], words: str) -> None:
+    path = tmp_path / "huge.json"
+    path.write_text(json.dumps(counts))
+    code, _, err = run(path, "--ranks", 2)
+    assert code == 4 and "huge.json" in err and words in err
+
+
+def test_groups_with_more_slots_than_their_node_can_keep_apart(run: Any, loads: Path) -> None:
+    code, _, _ = run(loads, "--ranks", P, "--slots", 2 * E, "--nodes", P, "--groups", P)
+    assert code == 0  # a node is one rank of 4 experts and 8 slots: doubles are forced

@@ -217,3 +217,9 @@ def test_summary_averages_loaded_layers_only():
     assert summary["gap"] == summary["moved"] == 0
     assert summary["layers"][0]["max_over_mean"] == 1.0
     assert summary["layers"][1]["kind"] == "largest"
+
+
+@pytest.mark.parametrize("load", [None, 3, "a", [[1], [1, 2]], [], [[]], [1, 2]])
+def test_loads_that_are_no_table_are_refused(load):
+    with pytest.raises(InvalidInput, match="load"):
+        solve_placement(load, 1)

@@ -123,6 +123,7 @@ def _window(path: Path, token_cap: int | None, ep: int | None) -> Case:
 
 
 def _instances(path: Path) -> Iterator[Case]:
+    number = 0
     for number, line in _lines(path):
         where = f"{path}: line {number}"
         data = parse_json(line, where)
@@ -137,6 +138,8 @@ def _instances(path: Path) -> Iterator[Case]:
         if isinstance(cap, bool) or not isinstance(cap, int) or not 1 <= cap <= _INT32_MAX:
             raise FormatError(f"{where}: field 'capacity': {cap!r} is not an integer from 1 to {_INT32_MAX}")
         yield Case(name, str(path), _weights(data["weights"], cap, where), cap)
+    if not number:
+        raise FormatError(f'{path}: no instance; expected one {{"name", "capacity", "weights"}} a line')
 
 
 def _weights(value: Any, cap: int, where: str) -> NDArray[np.int64]:

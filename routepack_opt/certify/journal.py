@@ -8,8 +8,9 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
-from routepack_opt.certify.one import CLOSED
-from routepack_opt.errors import InvalidInput
+from routepack_opt.certify.one import CLOSED, check_record
+from routepack_opt.certify.summary import STATUSES
+from routepack_opt.errors import InvalidInput, VerificationError
 from routepack_opt.files import atomic_writer
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Journal:
         """Open or create the file and read what it holds."""
         self.path = path
         self._superseded = False
+        self._checked: dict[Key, bool] = {}
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         except OSError as error:
@@ -68,14 +70,29 @@ class Journal:
 
     def find(self, case: Case, settings: Settings) -> Record | None:
         """The record that makes solving ``case`` again unnecessary, or None."""
-        line = self._lines.get((case.name, case.sha256, settings.dp, case.cap, settings.ep))
+        key = (case.name, case.sha256, settings.dp, case.cap, settings.ep)
+        line = self._lines.get(key)
         if line is None:
             return None
         record: Record = json.loads(line)
-        if record["rows_status"] in CLOSED:
-            return record
-        tried = record["seed"] == settings.seed and record["time_limit_s"] >= settings.time_limit_s
-        return record if tried and not record.get("error") else None
+        if record["rows_status"] not in CLOSED:
+            tried = record["seed"] == settings.seed and record["time_limit_s"] >= settings.time_limit_s
+            if not tried or record.get("error"):
+                return None
+        if key not in self._checked:
+            self._checked[key] = self._stands(record, case)
+        return record if self._checked[key] else None
+
+    def _stands(self, record: Record, case: Case) -> bool:
+        """Whether the packing and the bound of a line still hold: files are edited, copied and damaged."""
+        if record["packing"] is None:
+            return True  # infeasible: nothing is claimed that a later step builds on
+        try:
+            check_record(record, case.lengths)
+        except VerificationError as error:
+            logger.warning("%s: %s: refuted by the checker: %s; it is run again", self.path, case.name, error)
+            return False
+        return True
 
     def append(self, record: Record) -> None:
         """Write one record; it is on its way to the disk when this returns."""
@@ -86,6 +103,7 @@ class Journal:
         key = _key(record)
         self._superseded |= key in self._lines
         self._lines.pop(key, None)  # the newest last
+        self._checked[key] = True  # by whoever made it
         self._lines[key] = line
 
     def _lock(self) -> None:
@@ -108,7 +126,8 @@ class Journal:
             try:
                 record = json.loads(line)
                 key = _key(record)
-            except (ValueError, KeyError, TypeError):
+                _check_fields(record)
+            except (ValueError, KeyError, TypeError, RecursionError):
                 if number == len(lines) and line.startswith(_START):
                     tail = line + b"\n" + tail
                     break
@@ -129,6 +148,25 @@ class Journal:
             return
         with suppress(InvalidInput), atomic_writer(self.path, "wb") as stream:
             stream.writelines(self._lines.values())
+
+
+def _check_fields(record: Record) -> None:
+    """ValueError, KeyError or TypeError where a line lacks what is read of it later."""
+    status, packing = record["rows_status"], record["packing"]
+    if status not in STATUSES or not isinstance(record["rung"], str) or not isinstance(record["name"], str):
+        raise ValueError
+    if any(type(record[field]) not in (int, float) for field in ("seconds", "seed", "time_limit_s")):
+        raise ValueError
+    if type(record.get("placement_gap", 0.0)) not in (int, float) or not isinstance(record.get("error", ""), str):
+        raise ValueError
+    if status in ("infeasible", "failed"):
+        return
+    if type(record["rows"]) is not int or type(record["rows_lower_bound"]) is not int or record["rows"] < 1:
+        raise ValueError
+    if not isinstance(packing, list) or any(type(cell) is not int for cell in packing) or not packing:
+        raise ValueError
+    if "certificate" not in record:
+        raise ValueError
 
 
 def _key(record: Record) -> Key:

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of place."""
     positive = integer(1)
     parser.usage = "routepack place LOADS --ranks P [-o PLACEMENT] [options]"
-    parser.add_argument("loads", metavar="LOADS", help=".json, .pt, .safetensors, .npz, .npy, or a window")
+    parser.add_argument("loads", metavar="LOADS", help=".json, .pt, .safetensors, .npz, .npy, .csv, or a window")
     parser.add_argument("-o", "--output", metavar="PLACEMENT", help="the expert of every slot, written in one go")
     parser.add_argument(
         "--output-format", choices=_FORMATS, help="default by suffix: .json is SGLang's, .yaml TensorRT-LLM's"

@@ -8,6 +8,7 @@ Same input, same table on every rank of a job.
 from __future__ import annotations
 
 import logging
+import operator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,10 +73,14 @@ def rebalance_experts_vllm(
     """
     load = whole_loads(weight)
     old = (
-        None if old_global_expert_indices is None else np.asarray(_to_numpy(old_global_expert_indices), dtype=np.int64)
+        None if old_global_expert_indices is None else _to_numpy(old_global_expert_indices, "old_global_expert_indices")
     )
+    if old is not None and old.dtype.kind not in "iu":
+        raise InvalidInput(f"old_global_expert_indices: expected integers, found dtype {old.dtype}")
     if old is not None and old.shape != (len(load), num_replicas):
         old = None  # the engine was resized: there is nothing to keep
+    if old is not None:  # a slot that holds nothing, or no expert of this model, has nothing to keep either
+        old = np.where((old >= 0) & (old < load.shape[1]), old, -1).astype(np.int64)
     return _like(weight, balanced_table(load, num_replicas, num_groups, num_nodes, num_ranks, standing=old))
 
 
@@ -92,10 +97,12 @@ def rebalance_experts_sglang(
     ``algorithm`` is accepted for compatibility and ignored. Returns as :func:`rebalance_experts`.
     """
     del algorithm
-    values = _to_numpy(tokens_per_expert)
+    values = _to_numpy(tokens_per_expert, "tokens_per_expert")
     if values.ndim == 3:
-        values = values.sum(axis=0)
+        values = sum_steps(values, "tokens_per_expert")
     load = whole_loads(values, "tokens_per_expert")
+    num_physical_experts = whole_number(num_physical_experts, "num_physical_experts")
+    num_local_physical_experts = whole_number(num_local_physical_experts, "num_local_physical_experts")
     if num_local_physical_experts < 1 or num_physical_experts % num_local_physical_experts:
         raise InvalidInput(
             f"num_local_physical_experts: {num_local_physical_experts} does not divide {num_physical_experts} slots"
@@ -128,12 +135,22 @@ def balanced_table(
         int64 [L, S], the table in force: slots keep their expert where that costs no balance.
     """
     num_layers, num_experts = load.shape
+    num_slots, num_groups, num_nodes, num_ranks = (
+        whole_number(value, name)
+        for value, name in (
+            (num_slots, "num_replicas"),
+            (num_groups, "num_groups"),
+            (num_nodes, "num_nodes"),
+            (num_ranks, "num_ranks"),
+        )
+    )
     for name, part, whole in (("num_nodes", num_nodes, num_ranks), ("num_ranks", num_ranks, num_slots)):
         if part < 1 or whole % part:
             raise TopologyError(f"{name}: {part} does not divide {whole} {'slots' if name == 'num_ranks' else 'ranks'}")
-    if num_groups < 1 or num_experts % num_groups:
+    one_level = num_groups < 1 or num_groups % num_nodes != 0 or num_nodes == 1
+    if num_groups < 1 or (num_experts % num_groups and num_groups % num_nodes == 0):
         raise TopologyError(f"num_groups: {num_groups} does not divide {num_experts} experts")
-    if num_groups % num_nodes or num_nodes == 1:
+    if one_level:
         table = _one_level(load, num_slots, num_ranks, standing, seed)
     else:
         node_of = assign_groups(load, num_groups, num_nodes, seed=seed)
@@ -143,7 +160,8 @@ def balanced_table(
         table = np.take_along_axis(experts, local, axis=1).reshape(num_layers, num_slots)
         if standing is not None:
             table = _keep_by_node(table, standing, num_nodes, num_ranks)
-    return check_table(table, num_experts, num_ranks, "new table")
+    # an expert whose copies all live on one node doubles up as soon as the ranks of that node run out
+    return check_table(table, num_experts, num_ranks, "new table", num_nodes=1 if one_level else num_nodes)
 
 
 def adopt_table(new: ArrayLike, standing: NDArray[np.int64], num_experts: int, num_ranks: int) -> NDArray[np.int64]:
@@ -176,16 +194,11 @@ def whole_loads(weight: Any, name: str = "weight") -> NDArray[np.int64]:
     InvalidInput
         NaN, infinite or negative loads; names the index.
     """
-    values = _to_numpy(weight)
+    values = _to_numpy(weight, name)
     if values.ndim != 2 or not values.size:
         raise InvalidInput(f"{name}: expected [layers, experts], found shape {values.shape}")
-    if values.dtype.kind not in "iuf":
-        raise InvalidInput(f"{name}: expected numbers, found dtype {values.dtype}")
-    for bad, why in ((~np.isfinite(values), "is not a finite number"), (values < 0, "is negative")):
-        if bad.any():
-            index = np.argwhere(bad)[0].tolist()
-            raise InvalidInput(f"{name}{index}: {values[tuple(index)]} {why}; expected loads >= 0")
-    limit = (1 << 60) // values.shape[1]
+    check_counts(values, name)
+    limit = load_limit(values.shape[1])
     if values.dtype.kind == "f" and (values.max() > limit or (values != np.floor(values)).any()):
         # layer by layer: layers do not share a scale
         exponent = _SCALED_BITS - np.frexp(values.max(axis=1, keepdims=True))[1]
@@ -194,6 +207,46 @@ def whole_loads(weight: Any, name: str = "weight") -> NDArray[np.int64]:
         index = np.argwhere(values > limit)[0].tolist()
         raise InvalidInput(f"{name}{index}: {values[tuple(index)]} is above {limit}; scale the loads down")
     return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def load_limit(num_experts: int) -> int:
+    """The largest load whose sum over experts stays far from the end of int64."""
+    return (1 << 60) // num_experts
+
+
+def check_counts(values: NDArray[Any], name: str) -> None:
+    """Refuse what is no number, not finite or negative; names the index."""
+    if values.dtype.kind not in "iuf":
+        raise InvalidInput(f"{name}: expected numbers, found dtype {values.dtype}")
+    for bad, why in ((~np.isfinite(values), "is not a finite number"), (values < 0, "is negative")):
+        if bad.any():
+            index = np.argwhere(bad)[0].tolist()
+            raise InvalidInput(f"{name}{index}: {values[tuple(index)]} {why}; expected loads >= 0")
+
+
+def sum_steps(values: NDArray[Any], name: str) -> NDArray[Any]:
+    """Loads [steps, L, E] summed over steps, every one of them checked: sums may not wrap, nor hide a negative."""
+    if not values.size:
+        raise InvalidInput(f"{name}: expected [steps, layers, experts], found shape {values.shape}")
+    check_counts(values, name)
+    rough = values.sum(axis=0, dtype=np.float64)
+    if values.dtype.kind == "f":
+        return np.asarray(rough)
+    limit = load_limit(values.shape[-1])
+    if rough.max() > limit:
+        layer, expert = np.argwhere(rough == rough.max())[0].tolist()
+        raise InvalidInput(
+            f"{name}[:,{layer},{expert}]: the steps sum to {rough.max():.4g}, above {limit}; scale the loads down"
+        )
+    return np.asarray(values.sum(axis=0, dtype=np.int64))
+
+
+def whole_number(value: Any, name: str) -> int:
+    """``value`` as an int; 16.0 and "16" are refused, numpy integers are fine."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidInput(f"{name}: {value!r} is not a whole number") from None
 
 
 def _one_level(
@@ -234,16 +287,17 @@ def _keep_by_node(
     return kept.reshape(num_layers, num_slots)
 
 
-def _to_numpy(values: Any) -> NDArray[Any]:
+def _to_numpy(values: Any, name: str) -> NDArray[Any]:
     if hasattr(values, "detach"):  # a torch tensor; bfloat16 has no numpy counterpart
         values = values.detach().cpu()
         if values.is_floating_point():
             values = values.double()
         return np.asarray(values.numpy())
     try:
-        return np.asarray(values)
+        array = np.asarray(values)
     except ValueError as error:
-        raise InvalidInput(f"weight: not a rectangular array ({error})") from None
+        raise InvalidInput(f"{name}: not a rectangular array ({error})") from None
+    return array.astype(np.float64) if array.dtype == np.float16 else array  # 65504 is too small for any limit
 
 
 def _like(given: Any, array: NDArray[np.int64]) -> Any:

@@ -5,6 +5,7 @@
 | SGLang ``.json`` / ``.pt`` | ``logical_count`` [L, E] or [steps, L, E] | ``physical_to_logical_map`` [L, S] |
 | TensorRT-LLM | ``.safetensors`` keyed ``iteration_layer`` | ``.yaml`` with ``initial_global_assignments`` |
 | Ascend ``.json`` | | ``layer_list`` of ``device_list`` of ``device_expert`` |
+| Plain ``.csv`` | one row a layer, see :mod:`routepack_opt.integrations.load_csv` | |
 | ours | ``.npz`` / ``.npy`` (``logical_count``, or the demand of a window) | plan.json, ``.npz`` |
 """
 
@@ -20,7 +21,8 @@ import numpy as np
 
 from routepack_opt.errors import FormatError, InvalidInput, MissingDependency
 from routepack_opt.files import atomic_writer, read_json, read_npz, read_text, write_json, write_npz
-from routepack_opt.integrations.eplb import whole_loads
+from routepack_opt.integrations.eplb import check_counts, load_limit, sum_steps
+from routepack_opt.integrations.load_csv import read_csv_layers, read_csv_loads
 from routepack_opt.window import integer_array
 
 if TYPE_CHECKING:
@@ -59,8 +61,10 @@ def read_load_windows(path: str | os.PathLike[str]) -> NDArray[np.int64]:
         data = _read_npy(path)
     elif suffix == ".safetensors":
         return _read_trtllm_statistics(path)
+    elif suffix == ".csv":
+        return _windows(read_csv_loads(path), str(path))
     else:
-        raise FormatError(f"{path}: unknown load file; expected .json, .pt, .npz, .npy or .safetensors")
+        raise FormatError(f"{path}: unknown load file; expected .json, .pt, .npz, .npy, .csv or .safetensors")
     where = str(path)
     if isinstance(data, dict):
         field = next((name for name in LOAD_FIELDS if name in data), None)
@@ -72,8 +76,10 @@ def read_load_windows(path: str | os.PathLike[str]) -> NDArray[np.int64]:
 
 def read_loads(path: str | os.PathLike[str]) -> NDArray[np.int64]:
     """Recorded loads summed over windows, int64 [L, E]."""
-    loads: NDArray[np.int64] = read_load_windows(path).sum(axis=0)
-    return loads
+    try:
+        return np.asarray(sum_steps(read_load_windows(path), str(path)), dtype=np.int64)
+    except InvalidInput as error:
+        raise FormatError(str(error)) from None
 
 
 def read_layer_ids(path: str | os.PathLike[str]) -> list[int] | None:
@@ -84,7 +90,7 @@ def read_layer_ids(path: str | os.PathLike[str]) -> list[int] | None:
     if path.suffix.lower() == ".npz":
         ids = read_npz(path, ("moe_layers",)).get("moe_layers")
         return None if ids is None else [int(k) for k in ids.ravel()]
-    return None
+    return read_csv_layers(path) if path.suffix.lower() == ".csv" else None
 
 
 def read_table(path: str | os.PathLike[str]) -> NDArray[np.int64]:
@@ -169,19 +175,25 @@ def write_table(
 
 def _windows(data: Any, where: str) -> NDArray[np.int64]:
     try:
-        array = np.asarray(data.detach().cpu().numpy() if hasattr(data, "detach") else data)
+        if hasattr(data, "detach"):  # bfloat16 and float16 hold whole numbers that numpy has no type or range for
+            data = data.detach().cpu()
+            data = (data.double() if data.is_floating_point() else data).numpy()
+        array = np.asarray(data)
+        array = array.astype(np.float64) if array.dtype == np.float16 else array
     except (ValueError, TypeError) as error:
         raise FormatError(f"{where}: not a rectangular array of counts ({error})") from None
     if array.ndim < 2 or not array.size:
         raise FormatError(f"{where}: expected [layers, experts] or [steps, layers, experts], found shape {array.shape}")
-    array = array.reshape(-1, *array.shape[-2:])  # SGLang dumps may carry a rank axis beside the step axis
-    if array.dtype.kind == "f" and np.isfinite(array).all() and (array != np.floor(array)).any():
-        step, layer, expert = np.argwhere(array != np.floor(array))[0].tolist()
-        raise FormatError(f"{where}[{step},{layer},{expert}]: {array[step, layer, expert]} is not a whole token count")
+    limit = load_limit(array.shape[-1])
     try:
-        whole_loads(array.reshape(-1, array.shape[-1]), where)
+        check_counts(array, where)
     except InvalidInput as error:
         raise FormatError(str(error)) from None
+    for bad, why in ((array != np.floor(array), "is not a whole token count"), (array > limit, f"is above {limit}")):
+        if bad.any():
+            index = np.argwhere(bad)[0].tolist()
+            raise FormatError(f"{where}{index}: {array[tuple(index)]} {why}")
+    array = array.reshape(-1, *array.shape[-2:])  # SGLang dumps may carry a rank axis beside the step axis
     return array.astype(np.int64)
 
 
@@ -292,6 +304,9 @@ def _read_trtllm_table(path: Path) -> tuple[NDArray[np.int64], list[int]]:
             raise FormatError(f"{path}: initial_global_assignments[{layer}]: expected a list of expert numbers")
         layers.append(int(layer))
         rows.append([int(n) for n in re.findall(r"\d+", body)])
+    if len(set(layers)) < len(layers):
+        twice = next(layer for layer in layers if layers.count(layer) > 1)
+        raise FormatError(f"{path}: initial_global_assignments[{twice}]: the layer appears twice")
     order = np.argsort(layers, kind="stable").tolist()
     return _table([rows[k] for k in order], f"{path}: initial_global_assignments"), [layers[k] for k in order]
 
@@ -300,6 +315,8 @@ def _read_ascend(data: dict[str, Any], path: Path) -> NDArray[np.int64]:
     try:
         layers = sorted(data["layer_list"], key=lambda layer: layer["layer_id"])
         rows = []
+        if len({layer["layer_id"] for layer in layers}) < len(layers):
+            raise ValueError("a layer_id appears twice")
         for layer in layers:
             devices = sorted(layer["device_list"], key=lambda device: device["device_id"])
             if len({len(device["device_expert"]) for device in devices}) != 1:

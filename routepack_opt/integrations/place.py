@@ -103,6 +103,7 @@ def place(load: NDArray[np.int64], request: Request) -> PlacedTable:
     previous = trivial_table(len(array), num_experts, num_slots)
     if request.previous is not None:
         previous = fit_table(request.previous, array, request.num_ranks)
+        _check_budget(request, previous.shape[1], num_experts)
     request = replace(request, num_slots=num_slots, previous=previous if request.previous is not None else None)
     if num_slots == num_experts:
         table, result = _place_once(array, request)
@@ -152,6 +153,16 @@ def _check_request(request: Request, num_experts: int, num_slots: int) -> None:
         ):
             if whole % part:
                 raise InvalidInput(f"{name}: {part} does not divide {whole} {unit}")
+
+
+def _check_budget(request: Request, num_standing: int, num_experts: int) -> None:
+    """Moves can be capped only from a table of the same slots: another number of slots has every rank reloaded."""
+    for name, value in (("max_moved", request.max_moved), ("within", request.within)):
+        if value is not None and num_standing != num_experts:
+            raise InvalidInput(
+                f"{name}: the table in force has {num_standing} slots for {num_experts} experts;"
+                " moves are counted between tables without replicas only"
+            )
 
 
 def _place_once(load: NDArray[np.int64], request: Request) -> tuple[NDArray[np.int64], PlacementResult]:

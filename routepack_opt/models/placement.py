@@ -58,16 +58,19 @@ class PlacementResult:
 
 def check_load(load: ArrayLike, num_ranks: int, name: str = "load") -> NDArray[np.int64]:
     """``load`` as int64 [L, E] with L, E >= 1, or InvalidInput / TopologyError naming what is wrong."""
-    dtype = np.asarray(load).dtype
-    if dtype.kind == "f":
+    try:
         values = np.asarray(load)
+    except ValueError as error:
+        raise InvalidInput(f"{name}: not a rectangular array ({error})") from None
+    dtype = values.dtype
+    if dtype.kind == "f":
         if not np.isfinite(values).all():
             bad = np.argwhere(~np.isfinite(values))[0].tolist()
             raise InvalidInput(
                 f"{name}{bad}: {values[tuple(bad)]} is not a finite number; expected integer token counts"
             )
         raise InvalidInput(f"{name}: found {dtype}; expected integer token counts (round or scale them first)")
-    array = integer_array(load, name, 2, low=0, high=(1 << 60) // max(1, np.shape(load)[-1]))
+    array = integer_array(load, name, 2, low=0, high=(1 << 60) // max(1, values.shape[-1] if values.ndim else 1))
     if not array.size:
         raise InvalidInput(f"{name}: shape {array.shape} holds no expert; expected [layers, experts]")
     Topology(ep=num_ranks).experts_per_rank(array.shape[1])

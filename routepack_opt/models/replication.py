@@ -138,10 +138,13 @@ def keep_slots(slot_expert: NDArray[np.int64], standing: NDArray[np.int64], num_
     return result
 
 
-def check_table(slot_expert: ArrayLike, num_experts: int, num_ranks: int, name: str = "table") -> NDArray[np.int64]:
+def check_table(
+    slot_expert: ArrayLike, num_experts: int, num_ranks: int, name: str = "table", *, num_nodes: int = 1
+) -> NDArray[np.int64]:
     """A physical-to-logical table as int64 [L, S] that misses no expert and doubles none on a rank, or InvalidInput.
 
-    A rank may hold an expert twice only where the expert has more copies than there are ranks.
+    A rank may hold an expert twice only where the expert has more copies than there are ranks; ranks of one node, where
+    all copies of an expert keep to one of ``num_nodes`` nodes.
     """
     array = integer_array(slot_expert, name, 2, low=0, high=num_experts - 1).astype(np.int64)
     num_slots = array.shape[1]
@@ -153,7 +156,7 @@ def check_table(slot_expert: ArrayLike, num_experts: int, num_ranks: int, name: 
     ordered = np.sort(array.reshape(len(array), num_ranks, -1), axis=2)
     twice = ordered[:, :, 1:] == ordered[:, :, :-1]
     layers = np.arange(len(array))[:, None, None]
-    twice &= copies[layers, ordered[:, :, 1:]] <= num_ranks
+    twice &= copies[layers, ordered[:, :, 1:]] <= num_ranks // num_nodes
     if twice.any():
         layer, rank, k = np.argwhere(twice)[0].tolist()
         raise InvalidInput(

@@ -229,13 +229,20 @@ def function_bound(
         small = small[np.linspace(0, small.size - 1, MAX_PARAMETERS).astype(np.int64)]
     parameters = np.unique(np.concatenate((small, np.array([max(cap // 3, 1), max(cap // 4, 1)], dtype=np.int64))))
     if lengths.size * min(cap, int((lengths * counts).sum())) > MAX_KNAPSACK:
-        return None
+        return _half_bound(lengths, counts, cap, above)
     bins, family, parameter = _scan(lengths, counts, cap, parameters, min(MAX_STEPS, max(cap - 1, 1)))
     if bins <= above:
         return None
     weights = np.empty_like(lengths)
     _fill_weights(family, parameter, lengths, cap, weights)
     return certify(KINDS[int(family)], lengths, counts, weights, cap)
+
+
+def _half_bound(lengths: NDArray[np.int64], counts: NDArray[np.int64], cap: int, above: int) -> Certificate | None:
+    """One bin for every item over half the capacity: needs no table, however large the capacity."""
+    weights = (lengths > cap // 2).astype(np.int64)
+    bins = int((counts * weights).sum())
+    return Certificate("l2", cap, lengths, weights, 1, bins) if bins > above else None
 
 
 def warmup() -> None:

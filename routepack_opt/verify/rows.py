@@ -35,6 +35,8 @@ def check_rows(plan: dict[str, Any], facts: Facts) -> list[str]:
     if certificate.get("cap") != facts.cap or not is_int(certificate["cap"]):
         raise VerificationError(_CLAIM, f"cap says {certificate.get('cap')!r}, the plan's is {facts.cap}")
     proved = _rows_of(_proved_cells(certificate, kind, facts), facts)
+    if _rows_of(certificate["cells"], facts) > plan["rows"]:
+        raise VerificationError(_CLAIM, f"cells says {certificate['cells']}, refuted by the plan's {plan['rows']} rows")
     proved = max(proved, _rows_of_rank_groups(facts))
     return _check_status(plan, kind, proved, solver)
 
