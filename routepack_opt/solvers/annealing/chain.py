@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _LANES = 8  # int32 lanes the layer axis is padded to
 _INT32_LIMIT = 2**30
-SMALL_MOVES = sample_moves.Moves(relocate=0.3, swap_cells=0.05, guided=0.1)
+SMALL_MOVES = sample_moves.Moves(relocate=0.3, swap_cells=0.0, guided=0.1)
 DEFAULT_MOVES = sample_moves.Moves(relocate=0.15, swap_cells=0.0, guided=0.0)
 
 
@@ -320,6 +320,6 @@ def warmup() -> None:
         move_budget=np.array([-1]),
     )
     chain = Chain(problem, np.array([0, 1]), np.array([[0, 1]]), seed=0, stream=0)
-    chain.anneal(1.0, 40, SMALL_MOVES)
+    chain.anneal(1.0, 4)
     chain.refine(1.0, 4)
     chain.refine(1.0, 4, smooth=True)
