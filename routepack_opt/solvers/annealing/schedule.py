@@ -70,8 +70,8 @@ class Schedule:
             hot=min(0.3, max(base.hot, 1.6 / n)),
             cold=max(base.cold, 0.5 / n**2),
             cycle_proposals=max(500, int(0.25 * n**3 * num_cells)),
-            # with few atoms in a cell a cap blocks most swaps: relocations connect the layouts. Swaps of whole cells help
-            # as much, but their kernel would add a quarter to the compile time of every user
+            # with few atoms in a cell a cap blocks most swaps: relocations connect the layouts. Swaps of whole cells
+            # help as much, but their kernel would add a quarter to the compile time of every user
             moves=SMALL_MOVES if num_atoms <= _FEW_ATOMS else base.moves,
         )
 
