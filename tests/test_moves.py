@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from routepack_opt.errors import InvalidInput
 from routepack_opt.models.moves import (
     contiguous_ranks,
     list_transfers,
@@ -15,6 +17,7 @@ from routepack_opt.models.moves import (
     relabel_ranks,
     schedule_moves,
     slots_from_ranks,
+    transfer_seconds,
 )
 
 
@@ -68,3 +71,45 @@ def test_transfers_name_layer_expert_source_and_target():
     standing = contiguous_ranks(2, 4, 2)
     rank_of = np.array([[0, 0, 1, 1], [0, 1, 0, 1]])
     assert list_transfers(rank_of, standing).tolist() == [[1, 1, 0, 1], [1, 2, 1, 0]]
+
+
+def test_transfer_times_follow_the_layer_and_the_link():
+    transfers = np.array([[0, 5, 0, 1], [1, 6, 1, 0], [1, 7, 1, 1]])
+    links = np.array([[1.0, 2.0], [4.0, 8.0]])
+    assert transfer_seconds(transfers, [16.0, 32.0], links).tolist() == [8.0, 8.0, 4.0]
+    assert transfer_seconds(transfers, 16, 4.0).tolist() == [4.0] * 3
+    assert transfer_seconds(transfers[:0], 16, 4.0).tolist() == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "links", "named"),
+    [
+        (0.0, 1.0, "expert_bytes"),
+        ([1.0], 1.0, "expert_bytes"),
+        (1.0, [[1.0]], "bytes_per_s"),
+        (1.0, -1.0, "bytes_per_s"),
+    ],
+)
+def test_sizes_and_bandwidths_that_do_not_fit_are_refused(sizes, links, named):
+    with pytest.raises(InvalidInput, match=named):
+        transfer_seconds(np.array([[1, 0, 1, 0]]), sizes, links)
+
+
+def test_long_transfers_share_rounds():
+    # ranks 0 and 1 each send a short and a long expert; in table order every round would hold a long one
+    transfers = np.array([[0, 0, 0, 2], [1, 1, 0, 3], [1, 2, 1, 2], [0, 3, 1, 3]])
+    seconds = transfer_seconds(transfers, [1.0, 10.0], 1.0)
+    rounds = schedule_moves(transfers, 4, seconds=seconds)
+    times = [max(seconds[np.flatnonzero((transfers == row).all(axis=1))[0]] for row in part) for part in rounds]
+    assert sorted(times) == [1.0, 10.0]
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=50, deadline=None)
+def test_times_change_the_order_of_rounds_not_their_number(seed):
+    rng = np.random.default_rng(seed)
+    transfers = np.concatenate([np.arange(60).reshape(-1, 2), rng.integers(0, 5, (30, 2))], axis=1)
+    rounds = schedule_moves(transfers, 5, seconds=rng.uniform(1.0, 9.0, 30))
+    assert len(rounds) == len(schedule_moves(transfers, 5))
+    for part in rounds:
+        assert len(set(part[:, 2])) == len(part) == len(set(part[:, 3]))

@@ -1,10 +1,12 @@
-"""From one placement to the next: fewest moved experts, and the slots they take."""
+"""From one placement to the next: fewest moved experts, the slots they take, and the rounds they travel in."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from routepack_opt.errors import InvalidInput
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -83,7 +85,46 @@ def list_transfers(rank_of: NDArray[np.int64], standing: NDArray[np.int64]) -> N
     return np.stack(columns, axis=1).astype(np.int64)
 
 
-def schedule_moves(transfers: NDArray[np.int64], num_ranks: int) -> list[NDArray[np.int64]]:
+def transfer_seconds(
+    transfers: NDArray[np.int64], expert_bytes: float | NDArray[Any], bytes_per_s: float | NDArray[Any]
+) -> NDArray[np.float64]:
+    """float64 [M], the time each transfer keeps its link busy.
+
+    Parameters
+    ----------
+    transfers
+        int64 [M, 4], see :func:`list_transfers`.
+    expert_bytes
+        Bytes moved with one expert (weights, masters, moments): one number, or [L] by layer.
+    bytes_per_s
+        Bandwidth from rank to rank: one number, or [P, P] (source, target).
+
+    Raises
+    ------
+    InvalidInput
+        A size or bandwidth that is not a positive number, or a table of another shape.
+    """
+    sizes = np.asarray(expert_bytes, dtype=np.float64)
+    links = np.asarray(bytes_per_s, dtype=np.float64)
+    for name, values, dims in (("expert_bytes", sizes, (0, 1)), ("bytes_per_s", links, (0, 2))):
+        if values.ndim not in dims or not (np.isfinite(values).all() and (values > 0).all()):
+            raise InvalidInput(f"{name}: expected positive numbers, found {values.dtype} of shape {values.shape}")
+    layers, source, target = transfers[:, 0], transfers[:, 2], transfers[:, 3]
+    for name, values, most in (
+        ("expert_bytes", sizes, layers.max(initial=-1)),
+        ("bytes_per_s", links, max(source.max(initial=-1), target.max(initial=-1))),
+    ):
+        if values.ndim and min(values.shape) <= most:
+            raise InvalidInput(f"{name}: shape {values.shape} has no entry for index {most}")
+    return np.asarray(
+        (sizes[layers] if sizes.ndim else np.full(len(transfers), float(sizes)))
+        / (links[source, target] if links.ndim else float(links))
+    )
+
+
+def schedule_moves(
+    transfers: NDArray[np.int64], num_ranks: int, *, seconds: NDArray[np.float64] | None = None
+) -> list[NDArray[np.int64]]:
     """Split transfers into the fewest rounds in which every rank sends at most one expert and receives at most one.
 
     The rounds colour the edges of the bipartite multigraph senders x receivers; by König's theorem as
@@ -94,6 +135,9 @@ def schedule_moves(transfers: NDArray[np.int64], num_ranks: int) -> list[NDArray
     ----------
     transfers
         int64 [M, 4], see :func:`list_transfers`.
+    seconds
+        float64 [M], see :func:`transfer_seconds`: long transfers then share rounds, since a round takes as long as its
+        longest. The number of rounds stays the least.
 
     Returns
     -------
@@ -109,7 +153,8 @@ def schedule_moves(transfers: NDArray[np.int64], num_ranks: int) -> list[NDArray
     edge_at = np.full((2, num_ranks, num_rounds), -1, dtype=np.int64)
     colour = np.full(len(transfers), -1, dtype=np.int64)
     ends = (source, target)
-    for edge in range(len(transfers)):
+    order = range(len(transfers)) if seconds is None else np.argsort(-seconds, kind="stable").tolist()
+    for edge in order:
         a, b = int(source[edge]), int(target[edge])
         free_a = int(np.argmax(edge_at[0, a] < 0))
         free_b = int(np.argmax(edge_at[1, b] < 0))
