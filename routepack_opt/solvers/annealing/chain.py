@@ -112,66 +112,20 @@ class Chain:
         self.shift = problem.shift
         self._source = np.ascontiguousarray(problem.rows_of_atoms, dtype=np.int64)
         n, num_layers, num_experts = problem.demand.shape
-        num_shards = len(problem.shards)
-        num_x = problem.num_rows * num_shards
-        num_cells = problem.num_rows * problem.num_ranks
+        num_x = problem.num_rows * len(problem.shards)
         padded_layers = -(-num_layers // _LANES) * _LANES
-        order = np.argsort(problem.padded, kind="stable")
-        position = np.empty(n, dtype=np.int64)
-        position[order] = np.arange(n)
-        self.atoms = sample_moves.Atoms(
-            problem.padded,
-            problem.tokens,
-            problem.squares,
-            problem.samples,
-            problem.pinned.astype(np.uint8),
-            order.astype(np.int64),
-            position,
-            np.zeros(n),
-        )
-        shard_of_rank = np.empty(problem.num_ranks, dtype=np.int64)
-        cells = np.full((num_x, max(map(len, problem.shards))), -1, dtype=np.int64)
-        for g, ranks in enumerate(problem.shards):
-            shard_of_rank[list(ranks)] = g
-            for r in range(problem.num_rows):
-                cells[r * num_shards + g, : len(ranks)] = r * problem.num_ranks + np.asarray(ranks)
-        rows, ranks_of_cells = np.divmod(np.arange(num_cells, dtype=np.int64), problem.num_ranks)
-        self.grid = sample_moves.Grid(
-            rows * num_shards + shard_of_rank[ranks_of_cells],
-            ranks_of_cells,
-            cells,
-            num_shards,
-            int(problem.cap),
-            int(problem.max_samples) or 2**62,
-            bool(problem.equal_samples),
-            problem.sync == "row",
-            float(spread),
-        )
         gamma = np.zeros(padded_layers)
         gamma[:num_layers] = problem.gamma * float(2**self.shift)
         # an attention-free cost still needs one stage for the kernels' loops
         alpha = problem.alpha if problem.alpha.size else np.zeros(1)
         beta = problem.beta if problem.beta.size else np.zeros(1)
         uniform = bool((problem.gamma == problem.gamma[0]).all())
+        self.atoms = _atoms(problem)
+        self.grid = _grid(problem, spread)
         self.costs = sample_moves.Costs(alpha, beta, gamma, uniform, float(problem.cap))
         self.loads = np.zeros((n, problem.num_expert_ranks, padded_layers), dtype=np.int32)
         self.expert_rows = np.zeros((num_x, num_layers, num_experts), dtype=np.int32)
-        self.state = sample_moves.State(
-            cell_of=cell_of.astype(np.int64).copy(),
-            num_atoms=np.zeros(num_cells, dtype=np.int64),
-            num_samples=np.zeros(num_cells, dtype=np.int64),
-            padded=np.zeros(num_cells, dtype=np.int64),
-            tokens=np.zeros(num_cells, dtype=np.int64),
-            squares=np.zeros(num_cells, dtype=np.int64),
-            stage_cost=np.zeros((num_cells, alpha.shape[0])),
-            loads=np.zeros((num_x, problem.num_expert_ranks, padded_layers), dtype=np.int32),
-            attention=np.zeros(num_x),
-            experts=np.zeros(num_x),
-            floor=np.zeros(num_x),
-            costs=np.zeros(num_x),
-            shard_sums=np.zeros(num_shards),
-            summary=np.zeros(2),
-        )
+        self.state = _empty_state(problem, cell_of, alpha.shape[0], padded_layers)
         self._scratch = sample_moves.Scratch(
             peaks_x=np.zeros(padded_layers, dtype=np.int32),
             peaks_y=np.zeros(padded_layers, dtype=np.int32),
@@ -293,6 +247,68 @@ class Chain:
         else:
             self.rank_of[:] = rank_of
             self.rebuild()
+
+
+def _atoms(problem: ChainProblem) -> sample_moves.Atoms:
+    n = problem.padded.shape[0]
+    order = np.argsort(problem.padded, kind="stable")
+    position = np.empty(n, dtype=np.int64)
+    position[order] = np.arange(n)
+    return sample_moves.Atoms(
+        padded=problem.padded,
+        tokens=problem.tokens,
+        squares=problem.squares,
+        samples=problem.samples,
+        pinned=problem.pinned.astype(np.uint8),
+        order=order.astype(np.int64),
+        position=position,
+        floor=np.zeros(n),
+    )
+
+
+def _grid(problem: ChainProblem, spread: float) -> sample_moves.Grid:
+    num_shards = len(problem.shards)
+    shard_of_rank = np.empty(problem.num_ranks, dtype=np.int64)
+    cells = np.full((problem.num_rows * num_shards, max(map(len, problem.shards))), -1, dtype=np.int64)
+    for g, ranks in enumerate(problem.shards):
+        shard_of_rank[list(ranks)] = g
+        for r in range(problem.num_rows):
+            cells[r * num_shards + g, : len(ranks)] = r * problem.num_ranks + np.asarray(ranks)
+    rows, ranks_of_cells = np.divmod(np.arange(problem.num_rows * problem.num_ranks, dtype=np.int64), problem.num_ranks)
+    return sample_moves.Grid(
+        shard_row=rows * num_shards + shard_of_rank[ranks_of_cells],
+        rank=ranks_of_cells,
+        cells=cells,
+        num_shards=num_shards,
+        cap=int(problem.cap),
+        max_samples=int(problem.max_samples) or 2**62,
+        equal_samples=bool(problem.equal_samples),
+        sync_row=problem.sync == "row",
+        spread=float(spread),
+    )
+
+
+def _empty_state(
+    problem: ChainProblem, cell_of: NDArray[np.int64], num_stages: int, padded_layers: int
+) -> sample_moves.State:
+    num_cells = problem.num_rows * problem.num_ranks
+    num_x = problem.num_rows * len(problem.shards)
+    return sample_moves.State(
+        cell_of=cell_of.astype(np.int64).copy(),
+        num_atoms=np.zeros(num_cells, dtype=np.int64),
+        num_samples=np.zeros(num_cells, dtype=np.int64),
+        padded=np.zeros(num_cells, dtype=np.int64),
+        tokens=np.zeros(num_cells, dtype=np.int64),
+        squares=np.zeros(num_cells, dtype=np.int64),
+        stage_cost=np.zeros((num_cells, num_stages)),
+        loads=np.zeros((num_x, problem.num_expert_ranks, padded_layers), dtype=np.int32),
+        attention=np.zeros(num_x),
+        experts=np.zeros(num_x),
+        floor=np.zeros(num_x),
+        costs=np.zeros(num_x),
+        shard_sums=np.zeros(len(problem.shards)),
+        summary=np.zeros(2),
+    )
 
 
 def warmup() -> None:
