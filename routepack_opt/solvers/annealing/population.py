@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from routepack_opt.solvers.annealing.chain import Chain
 
 _CHUNK_S = 2e-3  # seconds between two looks at the clock
+_REFINEMENTS_PER_LEVEL = 4
 _TEMPERATURES = 12  # at least, in a short cycle
 _FIRST_SEGMENT = 4_000  # proposals of the first cycle in step mode; each later one is twice as long
 
@@ -169,8 +170,11 @@ def _run_levels(
     families = np.arange(len(members))
     per_thread = duration * 1e9 / members[0].proposal_ns
     num_cycles = schedule.num_cycles(per_thread)
-    for level in range(schedule.num_levels):
-        until = start + duration * (level + 1) / schedule.num_levels
+    # a member that refines past the end of a level keeps the others waiting: levels hold several refinements
+    fitting = int(duration * 1e9 / (_REFINEMENTS_PER_LEVEL * members[0].refine_ns))
+    num_levels = max(2, min(schedule.num_levels, fitting))
+    for level in range(num_levels):
+        until = start + duration * (level + 1) / num_levels
 
         def work(member: _Member, until: float = until) -> None:
             _run_clock(member, start, deadline, until, num_cycles, unit, schedule, stop)
@@ -178,10 +182,10 @@ def _run_levels(
         list(parallel_map(work, members))  # type: ignore[call-overload]
         for member in members:
             member.best.offer(member.chain)
-        now = schedule.temperature((level + 0.5) / schedule.num_levels, num_cycles, unit)
+        now = schedule.temperature((level + 0.5) / num_levels, num_cycles, unit)
         effective = float(len(members))
-        if schedule.resample and num_cycles == 1 and len(members) > 1 and level + 1 < schedule.num_levels:
-            following = schedule.temperature((level + 1.5) / schedule.num_levels, num_cycles, unit)
+        if schedule.resample and num_cycles == 1 and len(members) > 1 and level + 1 < num_levels:
+            following = schedule.temperature((level + 1.5) / num_levels, num_cycles, unit)
             weights = resampling_weights(np.array([m.chain.energy for m in members]), now, following)
             effective = float(1.0 / (weights**2).sum())
             parents = systematic_resample(weights, rng.random())

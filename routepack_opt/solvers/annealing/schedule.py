@@ -39,7 +39,7 @@ class Schedule:
         Share of the energy that is the mean over shards (see :mod:`.energy`), cycle by cycle in turn: a large one
         finds good layouts fast, a small one the last of the slowest shard where there are cycles to spare.
     num_levels
-        Temperatures between which the population meets: statistics, and resampling where it is on.
+        Most temperatures between which the population meets: statistics, and resampling where it is on.
     resample
         Systematic resampling of the members between levels (routepack.md section 6). Off by default: with the few
         members a step budget allows, independent members end lower (docs/annealing.md).
