@@ -33,7 +33,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 # constraints.txt pins torch: resolved freely it may be a build of several gigabytes.
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools and torch" >&2
-	@$(PIP) --no-build-isolation -e ".[dev,torch,parquet,report,ray]"
+	@$(PIP) --no-build-isolation -e ".[dev,torch,parquet,report,train,simulate,ray]"
 	@touch $@
 
 # The topology and the cap are those the preset is meant for (docs/synth.md).
