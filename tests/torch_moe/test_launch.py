@@ -73,9 +73,7 @@ def test_first_failure_is_named_and_stops_the_rest(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_named_by_its_signal() -> None:
-    with pytest.raises(
-        LaunchError, match="^rank 0 was killed by SIGKILL .it wrote nothing to stderr.; restart with"
-    ) as caught:
+    with pytest.raises(LaunchError, match=r"^rank 0 was killed by SIGKILL \(it wrote nothing to stderr\); ") as caught:
         launch(_python("os.kill(os.getpid(), signal.SIGKILL)"), 1)
     assert (caught.value.rank, caught.value.returncode) == (0, -signal.SIGKILL)
 
@@ -105,7 +103,8 @@ def test_timeout_stops_all(tmp_path: Path) -> None:
 def test_children_of_a_rank_that_ended_well_are_killed(tmp_path: Path) -> None:
     child = f"import os, pathlib, time; pathlib.Path({str(tmp_path)!r}, f'{{os.getpid()}}.pid').touch(); time.sleep(60)"
     body = (
-        f"null = subprocess.DEVNULL\nsubprocess.Popen([sys.executable, '-S', '-c', {child!r}], stderr=null, stdout=null)\n"
+        "null = subprocess.DEVNULL\n"
+        f"subprocess.Popen([sys.executable, '-S', '-c', {child!r}], stderr=null, stdout=null)\n"
         f"while not list(pathlib.Path({str(tmp_path)!r}).glob('*.pid')): time.sleep(0.01)"
     )
     launch(_python(body), 1, timeout_s=30)
