@@ -1,0 +1,208 @@
+"""One optimizer step: a forward and backward pass per row, gradients summed, one update.
+
+Every sum over tokens is divided by the whole step's token count, never by a cell's, a row's or a rank's: how samples
+are laid out cannot change the gradient.
+
+Names: T tokens of a packed row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from routepack_opt.errors import InvalidInput
+from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_reduce_
+from routepack_opt.integrations.torch_moe.pad_tokens import pad_row
+from routepack_opt.integrations.torch_moe.route_tape import RouteTape
+from routepack_opt.integrations.torch_moe.samples import PackedRow, TrainSample, pack_row
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from routepack_opt.integrations.torch_moe.optimizer import MoEAdamW
+
+_log = logging.getLogger(__name__)
+
+# (logits [T, V], row) -> the SUM of the row's token losses, or that and named SUMS to report
+LossFunction = Callable[[torch.Tensor, PackedRow], "torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did; all but ``seconds`` is the same on every rank.
+
+    Attributes
+    ----------
+    loss
+        Sum of all token losses / ``total_tokens``.
+    grad_norm
+        Before clipping.
+    tokens
+        Tokens run by all ranks, pad tokens excluded.
+    metrics
+        The loss function's sums over the whole step.
+    seconds
+        By part, this rank: ``pack``, ``forward``, ``backward``, ``reduce``, ``update``. On a GPU without
+        ``wait_for_device`` these are the times to launch.
+    skipped
+        The gradient was not finite; no weight changed.
+    """
+
+    loss: float
+    grad_norm: float
+    tokens: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    skipped: bool = False
+
+
+def train_step(
+    model: Any,
+    optimizer: MoEAdamW,
+    mesh: ParallelMesh,
+    cells_of_rank: Sequence[Sequence[int]],
+    samples: Mapping[int, TrainSample],
+    loss_fn: LossFunction,
+    *,
+    total_tokens: float,
+    max_grad_norm: float | None = None,
+    pad_multiple: int = 1,
+    replay: bool = True,
+    wait_for_device: bool = False,
+) -> StepResult:
+    """Run this rank's cells, row by row, and update; every rank calls it with the same number of rows.
+
+    Parameters
+    ----------
+    cells_of_rank
+        ``cells_of_rank[row]`` -> sample indices of this rank's cell.
+    samples
+        At least those, see :func:`~routepack_opt.integrations.torch_moe.exchange.exchange_samples`.
+    loss_fn
+        Sum, not mean; sees no pad token.
+    total_tokens
+        What the loss is divided by: loss tokens of the whole step, over all ranks.
+    max_grad_norm
+        Clip the norm of the whole model's gradient; None does not.
+    pad_multiple
+        Pad each row's tokens to a multiple (kernels, fp8); pads attend to themselves and load the EP ranks evenly.
+    replay
+        Force the samples' recorded routes; False lets the router choose anew.
+    wait_for_device
+        Synchronise around each part, for honest seconds.
+
+    Raises
+    ------
+    InvalidInput
+        Ranks disagree on the number of rows, or ``total_tokens`` is not positive; on every rank alike.
+    """
+    _check(mesh, len(cells_of_rank), total_tokens)
+    seconds: dict[str, float] = {}
+    clock = _Clock(seconds, mesh.device if wait_for_device else None)
+    optimizer.zero_grad()
+    sums: dict[str, torch.Tensor] = {}
+    for cell in cells_of_rank:
+        with clock.part("pack"):
+            row = pack_row(cell, samples, mesh.device)
+        _add(sums, "tokens", torch.tensor(float(row.num_tokens)))
+        _run_row(model, mesh, row, loss_fn, total_tokens, pad_multiple, replay, sums, clock)
+    with clock.part("reduce"):
+        optimizer.reduce_gradients()
+        norm = optimizer.clip_(max_grad_norm)
+        totals = _reduce_sums(sums, mesh)
+    skipped = not math.isfinite(norm)
+    if skipped:
+        _log.warning("the gradient's norm is %s: step skipped", norm)
+    else:
+        with clock.part("update"):
+            optimizer.step()
+    loss, tokens = totals.pop("loss", 0.0) / total_tokens, int(totals.pop("tokens", 0.0))
+    return StepResult(loss, norm, tokens, totals, seconds, skipped)
+
+
+def _run_row(
+    model: Any,
+    mesh: ParallelMesh,
+    row: PackedRow,
+    loss_fn: LossFunction,
+    total_tokens: float,
+    pad_multiple: int,
+    replay: bool,
+    sums: dict[str, torch.Tensor],
+    clock: _Clock,
+) -> None:
+    with clock.part("pack"):
+        padded = pad_row(row, pad_multiple, model, mesh)
+        routes = padded.routes_TLK if replay else None
+        tape = RouteTape.off() if routes is None else RouteTape.replaying(routes)
+    with clock.part("forward"):
+        logits_TV = model(padded.tokens_T, padded.cu_seqlens_S1, tape=tape)[: row.num_tokens]
+        answer = loss_fn(logits_TV, row)
+        loss, metrics = answer if isinstance(answer, tuple) else (answer, {})
+        if row.num_tokens == 0 or not loss.requires_grad:
+            # the backward pass is collective: a cell without loss still takes its part in every exchange
+            loss = loss + 0.0 * logits_TV.sum()
+    with clock.part("backward"):
+        (loss / total_tokens).backward()
+    _add(sums, "loss", loss.detach())
+    for name, value in metrics.items():
+        _add(sums, f"metric.{name}", value.detach())
+
+
+def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+    value = value.double()
+    sums[name] = sums[name] + value if name in sums else value
+
+
+def _reduce_sums(sums: dict[str, torch.Tensor], mesh: ParallelMesh) -> dict[str, float]:
+    names = sorted(sums)
+    if not names:
+        return {}
+    totals = torch.stack([sums[name].to(mesh.device) for name in names])
+    values = all_reduce_(totals, mesh.dp_group).tolist()
+    return {name.removeprefix("metric."): value for name, value in zip(names, values, strict=True)}
+
+
+def _check(mesh: ParallelMesh, num_rows: int, total_tokens: float) -> None:
+    """Together: a rank that raised alone would leave the others waiting in a collective."""
+    extremes = torch.tensor([num_rows, -num_rows], device=mesh.device)
+    all_reduce_(extremes, mesh.dp_group, dist.ReduceOp.MAX if mesh.dp_group is not None else None)
+    most, least = extremes[0].item(), -extremes[1].item()
+    if most != least:
+        raise InvalidInput(f"cells: {num_rows} rows here, {least} to {most} over the ranks; expected the same on all")
+    if not total_tokens > 0:
+        raise InvalidInput(f"total_tokens: {total_tokens!r} is not above 0")
+
+
+def count_tokens(samples: Mapping[int, TrainSample], mask_field: str, mesh: ParallelMesh) -> float:
+    """Sum of a mask over all samples of all ranks (each sample on one rank only): the step's ``total_tokens``."""
+    own = sum(float(sample.fields[mask_field].sum()) for sample in samples.values())
+    return float(all_reduce_(torch.tensor(own, dtype=torch.float64, device=mesh.device), mesh.dp_group))
+
+
+class _Clock:
+    def __init__(self, seconds: dict[str, float], device: torch.device | None) -> None:
+        self._seconds = seconds
+        self._device = device if device is not None and device.type == "cuda" else None
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+
+    def _now(self) -> float:
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
