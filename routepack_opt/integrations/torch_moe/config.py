@@ -116,9 +116,8 @@ class MoEConfig:
         object.__setattr__(self, "dense_layers", layers)
         for index, layer in enumerate(layers):
             if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < self.num_layers:
-                raise InvalidInput(
-                    f"model config, dense_layers[{index}]: expected a layer in 0..{self.num_layers - 1}, found {layer!r}"
-                )
+                allowed = f"a layer in 0..{self.num_layers - 1}"
+                raise InvalidInput(f"model config, dense_layers[{index}]: expected {allowed}, found {layer!r}")
         if list(layers) != sorted(set(layers)):
             raise InvalidInput(
                 f"model config, dense_layers: expected ascending layers, each once, found {list(layers)}"

@@ -8,23 +8,25 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from routepack_opt.errors import InvalidInput
 from routepack_opt.integrations.torch_moe.attention import Attention, RotaryTable
+from routepack_opt.integrations.torch_moe.dispatch import make_dispatcher
 from routepack_opt.integrations.torch_moe.moe_layer import MoEBlock, SwiGLU
 from routepack_opt.integrations.torch_moe.packed_attention import PackedRows
+from routepack_opt.integrations.torch_moe.slot_map import SlotMap
 
 if TYPE_CHECKING:
     from routepack_opt.integrations.torch_moe.config import MoEConfig
     from routepack_opt.integrations.torch_moe.dispatch import Dispatcher
     from routepack_opt.integrations.torch_moe.kv_cache import KVCache, LayerCache
     from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
+    from routepack_opt.integrations.torch_moe.packed_attention import Backend
     from routepack_opt.integrations.torch_moe.route_tape import RouteTape
-    from routepack_opt.integrations.torch_moe.slot_map import SlotMap
 
 INIT_STD = 0.02
 
@@ -76,6 +78,7 @@ class MoETransformer(nn.Module):
         device: torch.device | str = "cpu",
         seed: int | None = 0,
         recompute: bool = False,
+        attention: Backend = "auto",
     ) -> None:
         """Builds and initialises (``seed`` None: weights stay uninitialised, for loading).
 
@@ -85,11 +88,13 @@ class MoETransformer(nn.Module):
             Global number of this rank's first slot: EP rank x ``num_local_slots``.
         recompute
             Layers store only their input and run again in the backward pass, with the same tape and map.
+        attention
+            Kernel of packed attention; "auto" takes the best that is installed for the device.
         """
         super().__init__()
         self.config, self.slot_map = config, slot_map
         self.first_slot, self.num_local_slots = first_slot, num_local_slots
-        self.recompute = recompute
+        self.recompute, self.attention = recompute, attention
         place: dict[str, Any] = {"dtype": dtype, "device": device}
         layers: list[DecoderLayer] = []
         blocks: list[MoEBlock] = []
@@ -151,7 +156,8 @@ class MoETransformer(nn.Module):
         cache
             Sequences to continue: first the prompts, then one token a sequence and call.
         """
-        rows = PackedRows(cu_seqlens_S1, tokens_T.shape[0], cache.lengths if cache is not None else None)
+        past = cache.lengths if cache is not None else None
+        rows = PackedRows(cu_seqlens_S1, tokens_T.shape[0], past=past, backend=self.attention)
         if cache is not None:
             cache.begin(rows)
         x_TD = self.model.embed_tokens(tokens_T)
@@ -178,6 +184,7 @@ def build_model(
     dtype: torch.dtype = torch.float32,
     seed: int | None = 0,
     recompute: bool = False,
+    attention: Backend = "auto",
 ) -> MoETransformer:
     """The model of this rank; one seed gives one logical model on any EP size and placement.
 
@@ -188,17 +195,12 @@ def build_model(
     InvalidInput
         When the experts do not split over the EP ranks.
     """
-    from routepack_opt.errors import InvalidInput
-    from routepack_opt.integrations.torch_moe.dispatch import make_dispatcher
-    from routepack_opt.integrations.torch_moe.slot_map import SlotMap
-
     if config.num_experts % mesh.num_ep:
         raise InvalidInput(
             f"model config, num_experts: {config.num_experts} experts do not split over {mesh.num_ep} EP ranks"
         )
     if slot_map is None:
-        contiguous = np.tile(np.arange(config.num_experts, dtype=np.int64), (config.num_moe_layers, 1))
-        slot_map = SlotMap(contiguous, device=mesh.device)
+        slot_map = SlotMap.identity(config.num_moe_layers, config.num_experts, device=mesh.device)
     num_local_slots = config.num_experts // mesh.num_ep
     return MoETransformer(
         config,
@@ -210,6 +212,7 @@ def build_model(
         device=mesh.device,
         seed=seed,
         recompute=recompute,
+        attention=attention,
     )
 
 
