@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
+import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from routepack_opt.errors import RoutePackError
 from routepack_opt.integrations.torch_moe.materialise import materialise
@@ -93,3 +100,122 @@ def caught(call: Any) -> dict[str, Any]:
     except RoutePackError as error:
         return {"error": type(error).__name__, "message": str(error), "seconds": time.monotonic() - start}
     return {"error": None, "message": "", "seconds": time.monotonic() - start}
+
+
+def disagreement(ep: int, shards: Any, what: str) -> dict[str, Any]:
+    """One odd rank; afterwards a right move must still work."""
+    mesh = make_mesh(ep, shards)
+    rng = np.random.default_rng(1)
+    old, new = random_slots(rng), random_slots(rng)
+    slot_map, entries = SlotMap(old), tensors_of(old, mesh)
+    arguments: dict[str, Any] = {"version": 1, "chunk_bytes": 4096, "timeout_s": 20}
+    wanted, given = new, entries
+    if mesh.rank == 2:
+        if what == "placement":
+            wanted = new[::-1].copy()
+        elif what == "tensors":
+            given = entries[:-1]
+        elif what == "bijection":
+            wanted = np.zeros_like(new)
+        else:
+            arguments |= {"version": 2} if what == "version" else {"chunk_bytes": 5000 if what == "budget" else 3}
+    result = caught(lambda: materialise(given, slot_map, wanted, mesh, **arguments))
+    result |= {"untouched": same(entries, old, mesh), "version": slot_map.version}
+    report = materialise(entries, slot_map, new, mesh, version=1, timeout_s=20)
+    return result | {"afterwards": same(entries, new, mesh), "version_after": report.version}
+
+
+def failure(ep: int, shards: Any, what: str, timeout_s: float, folder: str = "") -> dict[str, Any]:
+    """Rank 1 raises, hangs, dies or never comes; every rank must raise, and refuse to go on."""
+    mesh = make_mesh(ep, shards)
+    rng = np.random.default_rng(2)
+    old, new = random_slots(rng), random_slots(rng)
+    slot_map, entries = SlotMap(old), tensors_of(old, mesh)
+
+    def on_round(number: int) -> None:
+        if mesh.rank != 1 or number != 2:
+            return
+        if what == "raise":
+            raise ValueError("no more rounds")
+        if what == "hang":
+            time.sleep(2.5 * timeout_s)
+        if what == "die":
+            os._exit(7)
+
+    if what == "absent" and mesh.rank == 1:
+        time.sleep(2.5 * timeout_s)
+    result = caught(
+        lambda: materialise(
+            entries, slot_map, new, mesh, version=1, chunk_bytes=64, timeout_s=timeout_s, on_round=on_round
+        )
+    )
+    result["broken"] = slot_map.is_broken
+    result["refused"] = caught(lambda: slot_map.logical_to_slot)["message"]
+    if folder:
+        (Path(folder) / f"rank{mesh.rank}.json").write_text(json.dumps(result))
+    return result
+
+
+def unchanged(ep: int, shards: Any) -> dict[str, Any]:
+    """The placement in force once more: a new version, and not one message between EP ranks."""
+    mesh = make_mesh(ep, shards)
+    slots = random_slots(np.random.default_rng(3))
+    slot_map, entries = SlotMap(slots), tensors_of(slots, mesh)
+    messages = []
+    original = dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda operations: messages.append(len(operations)) or original(operations)
+    report = materialise(entries, slot_map, slots, mesh, version=1, timeout_s=20)
+    still = len(messages)
+    inside = slots.copy()  # slots change, ranks do not
+    num_slots = EXPERTS // mesh.num_ep
+    inside = inside // num_slots * num_slots + (inside % num_slots + 1) % num_slots
+    second = materialise(entries, slot_map, inside, mesh, version=2, chunk_bytes=64, timeout_s=20)
+    return {
+        "messages": still,
+        "messages_inside": len(messages),
+        "version": slot_map.version,
+        "right": same(entries, inside, mesh),
+        "reports": [report.to_json(), second.to_json()],
+    }
+
+
+class _Allocations(TorchDispatchMode):
+    """Bytes of storage that operations allocate, and the most alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self.seen: set[int] = set()
+
+    def _freed(self, key: int, size: int) -> None:
+        self.alive -= size
+        self.seen.discard(key)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage()._cdata for t in _flat((args, kwargs or {}))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in _flat(result):
+            storage = tensor.untyped_storage()
+            key, size = storage._cdata, storage.nbytes()
+            if key not in before and key not in self.seen and size:
+                self.seen.add(key)
+                self.alive += size
+                self.peak = max(self.peak, self.alive)
+                weakref.finalize(storage, self._freed, key, size)
+        return result
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def allocations(ep: int, shards: Any, chunk_bytes: int, width: int) -> dict[str, Any]:
+    """Bytes torch allocates while large tensors move."""
+    mesh = make_mesh(ep, shards)
+    rng = np.random.default_rng(4)
+    old, new = random_slots(rng), random_slots(rng)
+    num_slots = EXPERTS // mesh.num_ep
+    entries = [Entry(f"w{layer}", layer, torch.zeros(num_slots, width)) for layer in range(LAYERS)]
+    with _Allocations() as watch:
+        report = materialise(entries, SlotMap(old), new, mesh, version=1, chunk_bytes=chunk_bytes, timeout_s=20)
+    return report.to_json() | {"peak": watch.peak}
