@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 pytest.importorskip("torch")
 
 from harness import RankFailure, run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 WORKERS = "movement_workers"
 pytestmark = pytest.mark.distributed
