@@ -102,21 +102,26 @@ class AllToAllDispatch:
         y_ND = _AllToAll.apply(y_ND, receive, send, self.mesh.ep_group)
         return combine(y_ND, order, weights_TK)
 
-    def announce(self, routes_TLK: torch.Tensor) -> bool:
+    def announce(self, routes_TLK: torch.Tensor | None) -> bool:
         """Exchange the counts of all layers of a row at once, where its routes are known before the forward pass.
 
         Saves one exchange, and one wait for the device, per layer. Every member of the EP group calls it, with its own
         row; forget it with :meth:`forget` after the backward pass.
+
+        Parameters
+        ----------
+        routes_TLK
+            Logical ids; None where this member cannot tell.
 
         Returns
         -------
         Whether the counts are in use: not when any member has a token whose route is still the router's choice (-1).
         """
         num_layers, num_experts = self.slot_map.num_layers, self.slot_map.num_experts
-        ids_TLK = routes_TLK.to(self.mesh.device, torch.long)
-        unknown = bool((ids_TLK < 0).any())
+        unknown = routes_TLK is None or bool((routes_TLK < 0).any())
         counts_LE = torch.zeros((num_layers, num_experts), dtype=torch.long, device=self.mesh.device)
-        if not unknown:
+        if routes_TLK is not None and not unknown:
+            ids_TLK = routes_TLK.to(self.mesh.device, torch.long)
             for layer in range(num_layers):
                 slots = self._wire_slots(ids_TLK[:, layer], layer).flatten()
                 counts_LE[layer] = torch.bincount(slots, minlength=num_experts)

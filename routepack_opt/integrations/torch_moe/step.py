@@ -8,6 +8,7 @@ Names: T tokens of a packed row, V vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -20,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from routepack_opt.errors import InvalidInput
+from routepack_opt.integrations.torch_moe.dispatch import AllToAllDispatch
 from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_reduce_
-from routepack_opt.integrations.torch_moe.pad_tokens import pad_row
+from routepack_opt.integrations.torch_moe.pad_tokens import pad_row, route_last_tokens
 from routepack_opt.integrations.torch_moe.route_tape import RouteTape
 from routepack_opt.integrations.torch_moe.samples import PackedRow, TrainSample, pack_row
 
@@ -77,6 +79,7 @@ def train_step(
     max_grad_norm: float | None = None,
     pad_multiple: int = 1,
     replay: bool = True,
+    route_last: bool = True,
     wait_for_device: bool = False,
 ) -> StepResult:
     """Run this rank's cells, row by row, and update; every rank calls it with the same number of rows.
@@ -97,6 +100,9 @@ def train_step(
         Pad each row's tokens to a multiple (kernels, fp8); pads attend to themselves and load the EP ranks evenly.
     replay
         Force the samples' recorded routes; False lets the router choose anew.
+    route_last
+        Give the last token of a rollout, which has no recorded route, an even one (see
+        :func:`~routepack_opt.integrations.torch_moe.pad_tokens.route_last_tokens`); False leaves it to the router.
     wait_for_device
         Synchronise around each part, for honest seconds.
 
@@ -106,19 +112,15 @@ def train_step(
         Ranks disagree on the number of rows, or ``total_tokens`` is not positive; on every rank alike.
     """
     _check(mesh, len(cells_of_rank), total_tokens)
-    seconds: dict[str, float] = {}
-    clock = _Clock(seconds, mesh.device if wait_for_device else None)
+    clock = _Clock(mesh.device if wait_for_device else None)
+    runner = _RowRunner(model, mesh, loss_fn, total_tokens, pad_multiple, replay, route_last, clock)
     optimizer.zero_grad()
-    sums: dict[str, torch.Tensor] = {}
     for cell in cells_of_rank:
-        with clock.part("pack"):
-            row = pack_row(cell, samples, mesh.device)
-        _add(sums, "tokens", torch.tensor(float(row.num_tokens)))
-        _run_row(model, mesh, row, loss_fn, total_tokens, pad_multiple, replay, sums, clock)
+        runner.run(cell, samples)
     with clock.part("reduce"):
         optimizer.reduce_gradients()
         norm = optimizer.clip_(max_grad_norm)
-        totals = _reduce_sums(sums, mesh)
+        totals = _reduce_sums(runner.sums, mesh)
     skipped = not math.isfinite(norm)
     if skipped:
         _log.warning("the gradient's norm is %s: step skipped", norm)
@@ -126,41 +128,74 @@ def train_step(
         with clock.part("update"):
             optimizer.step()
     loss, tokens = totals.pop("loss", 0.0) / total_tokens, int(totals.pop("tokens", 0.0))
-    return StepResult(loss, norm, tokens, totals, seconds, skipped)
+    return StepResult(loss, norm, tokens, totals, clock.seconds, skipped)
 
 
-def _run_row(
-    model: Any,
-    mesh: ParallelMesh,
-    row: PackedRow,
-    loss_fn: LossFunction,
-    total_tokens: float,
-    pad_multiple: int,
-    replay: bool,
-    sums: dict[str, torch.Tensor],
-    clock: _Clock,
-) -> None:
-    with clock.part("pack"):
-        padded = pad_row(row, pad_multiple, model, mesh)
-        routes = padded.routes_TLK if replay else None
-        tape = RouteTape.off() if routes is None else RouteTape.replaying(routes)
-    with clock.part("forward"):
-        logits_TV = model(padded.tokens_T, padded.cu_seqlens_S1, tape=tape)[: row.num_tokens]
-        answer = loss_fn(logits_TV, row)
+@dataclass
+class _RowRunner:
+    """Forward and backward of one row after another; ``sums`` collects what they report."""
+
+    model: Any
+    mesh: ParallelMesh
+    loss_fn: LossFunction
+    total_tokens: float
+    pad_multiple: int
+    replay: bool
+    route_last: bool
+    clock: _Clock
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def run(self, cell: Sequence[int], samples: Mapping[int, TrainSample]) -> None:
+        with self.clock.part("pack"):
+            row = pack_row(cell, samples, self.mesh.device)
+            padded = self._with_all_routes(row)
+        with self._announced(padded):
+            with self.clock.part("forward"):
+                loss = self._forward(row, padded)
+            with self.clock.part("backward"):
+                (loss / self.total_tokens).backward()
+        self._add("tokens", torch.tensor(float(row.num_tokens)))
+
+    def _with_all_routes(self, row: PackedRow) -> PackedRow:
+        if not self.replay:
+            row = dataclasses.replace(row, routes_TLK=None)
+        elif self.route_last:
+            row = route_last_tokens(row, self.model, self.mesh)
+        return pad_row(row, self.pad_multiple, self.model, self.mesh)
+
+    @contextmanager
+    def _announced(self, row: PackedRow) -> Iterator[None]:
+        """Replay knows all counts beforehand: one exchange for all layers. Every member of the EP group takes part."""
+        dispatcher = self.model.moe_blocks[0].dispatcher if self.replay and self.model.moe_blocks else None
+        if not isinstance(dispatcher, AllToAllDispatch):
+            yield
+            return
+        routes_TLK = row.routes_TLK
+        if routes_TLK is None and row.num_tokens == 0:
+            routes_TLK = torch.zeros(0, dispatcher.slot_map.num_layers, 1, dtype=torch.int32)
+        dispatcher.announce(routes_TLK)
+        try:
+            yield
+        finally:
+            dispatcher.forget()
+
+    def _forward(self, row: PackedRow, padded: PackedRow) -> torch.Tensor:
+        routes_TLK = padded.routes_TLK
+        tape = RouteTape.off() if routes_TLK is None else RouteTape.replaying(routes_TLK)
+        logits_TV = self.model(padded.tokens_T, padded.cu_seqlens_S1, tape=tape)[: row.num_tokens]
+        answer = self.loss_fn(logits_TV, row)
         loss, metrics = answer if isinstance(answer, tuple) else (answer, {})
         if row.num_tokens == 0 or not loss.requires_grad:
             # the backward pass is collective: a cell without loss still takes its part in every exchange
             loss = loss + 0.0 * logits_TV.sum()
-    with clock.part("backward"):
-        (loss / total_tokens).backward()
-    _add(sums, "loss", loss.detach())
-    for name, value in metrics.items():
-        _add(sums, f"metric.{name}", value.detach())
+        self._add("loss", loss.detach())
+        for name, value in metrics.items():
+            self._add(f"metric.{name}", value.detach())
+        return loss
 
-
-def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
-    value = value.double()
-    sums[name] = sums[name] + value if name in sums else value
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        value = value.double()
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
 
 
 def _reduce_sums(sums: dict[str, torch.Tensor], mesh: ParallelMesh) -> dict[str, float]:
@@ -190,8 +225,8 @@ def count_tokens(samples: Mapping[int, TrainSample], mask_field: str, mesh: Para
 
 
 class _Clock:
-    def __init__(self, seconds: dict[str, float], device: torch.device | None) -> None:
-        self._seconds = seconds
+    def __init__(self, device: torch.device | None) -> None:
+        self.seconds: dict[str, float] = {}
         self._device = device if device is not None and device.type == "cuda" else None
 
     @contextmanager
@@ -200,7 +235,7 @@ class _Clock:
         try:
             yield
         finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
 
     def _now(self) -> float:
         if self._device is not None:

@@ -1,0 +1,111 @@
+"""Ranks of tests/torch_moe/test_train_step.py: EP x EDP against one process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from training_workers import (
+    CONFIG,
+    LAYERS,
+    build,
+    deviations,
+    logical_state,
+    loss_fn,
+    make_mesh,
+    make_samples,
+    relative,
+    round_robin,
+    total_tokens,
+)
+
+from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.step import train_step
+
+
+def run_steps(
+    mesh: ParallelMesh, cells: list[list[list[int]]], lengths: list[int], steps: int, max_grad_norm: float | None,
+    pad_multiple: int = 1, missing_last: bool = True, replay: bool = True, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Train on windows 0, 1, ...; losses, norms and final logical state."""
+    model, optimizer, _ = build(mesh, **options)
+    losses, norms, tokens, counted = [], [], [], []
+    for step in range(steps):
+        samples = make_samples(step, lengths, missing_last=missing_last)
+        mine = [row[mesh.rank] for row in cells]
+        result = train_step(
+            model, optimizer, mesh, mine, {i: samples[i] for cell in mine for i in cell}, loss_fn,
+            total_tokens=total_tokens(samples), max_grad_norm=max_grad_norm, pad_multiple=pad_multiple, replay=replay,
+        )  # fmt: skip
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        tokens.append(result.tokens)
+        counted.append(result.metrics["counted"])
+    state = logical_state(model, optimizer, mesh)
+    return {"losses": losses, "norms": norms, "tokens": tokens, "counted": counted, "state": state}
+
+
+def against_one_process(
+    ep: int, shards: Any, lengths: list[int], cells: list[list[list[int]]] | None = None, rows: int = 2, steps: int = 3,
+    max_grad_norm: float | None = None, permute: bool = False, single: dict[str, Any] | None = None, **options: Any,
+) -> dict[str, Any] | None:  # fmt: skip
+    """Deviations of this job from one process that runs all samples in one row; None on ranks other than 0."""
+    mesh = make_mesh(ep, shards)
+    if permute:
+        rng = np.random.default_rng(5)
+        options["slots"] = [rng.permutation(CONFIG.num_experts).tolist() for _ in range(LAYERS)]
+    cells = cells or round_robin(len(lengths), mesh.num_ranks, rows)
+    found = run_steps(mesh, cells, lengths, steps, max_grad_norm, **options)
+    if mesh.rank:
+        return None
+    whole = [[list(range(len(lengths)))]]
+    kept = {name: value for name, value in options.items() if name in ("dtype", "missing_last", "replay")}
+    wanted = run_steps(ParallelMesh.single(), whole, lengths, steps, max_grad_norm, **kept | (single or {}))
+    assert found["tokens"] == wanted["tokens"] and found["counted"] == wanted["counted"]
+    return {
+        "loss": relative(found["losses"], wanted["losses"]),
+        "norm": relative(found["norms"], wanted["norms"]),
+        "norms": wanted["norms"],
+        **deviations(found["state"], wanted["state"]),
+    }
+
+
+def uneven_rows() -> str:
+    """Ranks that disagree on the number of rows all refuse."""
+    mesh = make_mesh(2, 1)
+    model, optimizer, _ = build(mesh)
+    samples = make_samples(0, [5, 6, 7])
+    cells = [[0], [1]] if mesh.rank == 0 else [[2]]
+    try:
+        train_step(model, optimizer, mesh, cells, samples, loss_fn, total_tokens=9)
+    except ValueError as error:
+        return str(error)
+    return "accepted"
+
+
+def state_bytes(shard: bool) -> dict[str, int]:
+    """Bytes of expert moments here, sharded or not."""
+    mesh = make_mesh(2, 2)
+    _, optimizer, _ = build(mesh, shard_expert_state=shard)
+    state = optimizer.expert_state(0, "gate_up")
+    return {"columns": state.exp_avg.shape[1], "size": state.weight_Hn.shape[1]}
+
+
+def router_gradient() -> dict[str, float]:
+    """Replayed routes: gradients reach the router, and only the replayed experts get any."""
+    random.seed(0)
+    mesh = ParallelMesh.single()
+    model, optimizer, _ = build(mesh)
+    samples = make_samples(0, [9])
+    samples[0].routes[..., 0], samples[0].routes[..., 1] = 3, 5
+    train_step(model, optimizer, mesh, [[0]], samples, loss_fn, total_tokens=4)
+    views = optimizer.dense_gradients.views | optimizer.expert_gradients.views
+    used = views["model.layers.1.mlp.experts.gate_up"].abs().amax((1, 2))
+    return {
+        "router": float(views["model.layers.1.mlp.gate.weight"].abs().max()),
+        "used": float(used[[3, 5]].min()),
+        "unused": float(used[[0, 1, 2, 4, 6, 7]].max()),
+        "finite": float(torch.isfinite(used).all()),
+    }
