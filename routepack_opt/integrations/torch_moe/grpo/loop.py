@@ -1,0 +1,271 @@
+"""The training loop: sample, seal, plan, move experts, exchange samples, train; one optimizer step after another.
+
+A step depends on the weights, the configuration and its own number only: every random number comes from (seed, step,
+sample). A resumed run therefore repeats an undisturbed one bit for bit, provided plans do (``plan.budget_steps``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from routepack_opt.errors import InvalidInput
+from routepack_opt.files import write_json
+from routepack_opt.integrations.torch_moe.exchange import exchange_samples, owners
+from routepack_opt.integrations.torch_moe.grpo.advantages import group_advantages
+from routepack_opt.integrations.torch_moe.grpo.job import Job
+from routepack_opt.integrations.torch_moe.grpo.loss import PolicyLoss, policy_sample
+from routepack_opt.integrations.torch_moe.grpo.metrics import NAME as METRICS
+from routepack_opt.integrations.torch_moe.grpo.metrics import MetricsWriter, read_metrics
+from routepack_opt.integrations.torch_moe.grpo.placing import Movement, Placer
+from routepack_opt.integrations.torch_moe.grpo.planning import StepLayout
+from routepack_opt.integrations.torch_moe.grpo.sampling import Rollout, sample_answers, sampling_uniforms
+from routepack_opt.integrations.torch_moe.grpo.sealing import SealedWindow, seal_window
+from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
+from routepack_opt.integrations.torch_moe.step import StepResult, train_step
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from routepack_opt.integrations.torch_moe.grpo.run_config import RunConfig
+
+logger = logging.getLogger(__name__)
+
+_ENDS = 10  # steps at each end of a run that the summary averages
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A whole run, from its metrics.
+
+    Attributes
+    ----------
+    steps
+        Optimizer steps, those before a restart included.
+    first_reward, last_reward
+        Mean over the first and last ten steps (fewer in a shorter run).
+    start_reward
+        Of the first step: the policy after the warm start, before any reinforcement.
+    moved_experts, moved_bytes, exposed_s, seconds
+        Sums over all steps; bytes of one EDP shard, ``exposed_s`` the time steps waited for experts to move.
+    placements_changed
+        Steps in which at least one expert changed rank.
+    predicted_gain
+        Mean over steps.
+    out
+        Folder of the run.
+    """
+
+    steps: int
+    start_reward: float
+    first_reward: float
+    last_reward: float
+    moved_experts: int
+    moved_bytes: int
+    placements_changed: int
+    exposed_s: float
+    predicted_gain: float
+    seconds: float
+    out: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+
+def run_training(
+    config: RunConfig, device: torch.device | str, *, resume: bool = False, on_step: Callable[[int], None] | None = None
+) -> RunSummary | None:
+    """Train as ``config`` says; every rank calls it, after ``init_process_group``.
+
+    Parameters
+    ----------
+    resume
+        Go on from the newest checkpoint in ``run.out``.
+    on_step
+        Called after each step, with its number (tests).
+
+    Returns
+    -------
+    The summary on rank 0, None elsewhere.
+    """
+    out = Path(config.run.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"{out}: cannot be written ({error.strerror or error})") from None
+    job = Job.build(config, device)
+    first_step = job.resume() if resume else 0
+    if first_step == 0:
+        loss = job.warm_start()
+        if job.mesh.rank == 0 and config.task.warm_start_steps:
+            logger.info("warm start: %d supervised steps, loss %.3f", config.task.warm_start_steps, loss)
+    writer = None
+    if job.mesh.rank == 0:
+        writer = MetricsWriter(out, first_step=first_step, tensorboard=config.run.tensorboard)
+        write_json(out / "config.json", config.to_table(), indent=2)
+    trainer = Trainer(job)
+    for step in range(first_step, config.run.steps):
+        values = trainer.step(step)
+        if writer is not None:
+            writer.write(step, values)
+            _log_step(step, values, config.run.steps)
+        if on_step is not None:
+            on_step(step)
+    if config.run.timeline_steps:
+        trainer.timeline.write(out / "timeline.json", job.mesh)
+    if writer is None:
+        return None
+    writer.close()
+    summary = summarise(read_metrics(out / METRICS), str(out))
+    write_json(out / "summary.json", summary.to_json(), indent=2)
+    return summary
+
+
+class Trainer:
+    """Runs one optimizer step after another."""
+
+    def __init__(self, job: Job) -> None:
+        """Builds what outlives a step."""
+        self.job = job
+        config = job.config
+        self.timeline = Timeline(config.run.timeline_steps)
+        self.placer = Placer(job)
+        optim = config.optim
+        self.loss = PolicyLoss(optim.clip_low, optim.clip_high, optim.kl_weight, config.sampling.temperature)
+
+    def step(self, step: int) -> dict[str, Any]:
+        """Everything from sampling to the update, and the checkpoint if one is due; returns the metrics."""
+        job, timeline = self.job, self.timeline
+        start = time.perf_counter()
+        timeline.begin_step(step)
+        with timeline.span("sample"):
+            rollouts, rewards = self._sample(step)
+        with timeline.span("seal"):
+            sealed = seal_window(
+                rollouts,
+                rewards,
+                job.config.num_samples,
+                job.model.config.num_experts,
+                job.mesh,
+                group_size=job.config.sampling.group_size,
+                top_k=job.model.config.top_k,
+            )
+        layout, movement = self.placer.place(sealed.window, step, timeline)
+        result = self._train(rollouts, sealed, layout)
+        config = job.config.run
+        last = step + 1 == config.steps
+        if last or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
+            with timeline.span("checkpoint"):
+                job.save(step + 1)
+        return self._metrics(sealed, layout, movement, result, time.perf_counter() - start)
+
+    def _sample(self, step: int) -> tuple[dict[int, Rollout], dict[int, float]]:
+        """This rank's samples and their rewards: prompts d, d + D, d + 2D ..."""
+        job, settings = self.job, self.job.config.sampling
+        problems = job.task.problems(settings.prompts, seed=job.config.run.seed, step=step)
+        own = range(job.mesh.rank, settings.prompts, job.mesh.num_ranks)
+        indices = [prompt * settings.group_size + k for prompt in own for k in range(settings.group_size)]
+        asked = [problems[index // settings.group_size] for index in indices]
+        answers = sample_answers(
+            job.model,
+            job.mesh,
+            [problem.prompt for problem in asked],
+            sampling_uniforms(indices, job.config.max_new_tokens, seed=job.config.run.seed, step=step),
+            temperature=settings.temperature,
+            max_new_tokens=job.config.max_new_tokens,
+        )
+        rewards = [job.task.reward(p, a.completion) for p, a in zip(asked, answers, strict=True)]
+        return dict(zip(indices, answers, strict=True)), dict(zip(indices, rewards, strict=True))
+
+    def _train(self, rollouts: dict[int, Rollout], sealed: SealedWindow, layout: StepLayout) -> StepResult:
+        job, settings = self.job, self.job.config
+        advantages = group_advantages(
+            sealed.rewards, settings.sampling.group_size, scale=settings.optim.advantage_scale
+        )
+        with self.timeline.span("exchange"):
+            mine = {index: policy_sample(rollout, advantages[index]) for index, rollout in rollouts.items()}
+            samples = exchange_samples(mine, owners(layout.cells, len(advantages)), job.mesh)
+        with self.timeline.span("train"):
+            return train_step(
+                job.model,
+                job.optimizer,
+                job.mesh,
+                [list(row[job.mesh.rank]) for row in layout.cells],
+                samples,
+                self.loss,
+                total_tokens=sealed.loss_tokens,
+                max_grad_norm=settings.optim.max_grad_norm,
+            )
+
+    def _metrics(
+        self, sealed: SealedWindow, layout: StepLayout, movement: Movement, result: StepResult, seconds: float
+    ) -> dict[str, Any]:
+        loss_tokens = sealed.loss_tokens
+        parts = self.timeline.seconds
+        parts |= {f"train.{name}": value for name, value in result.seconds.items()}
+        return {
+            "reward": float(sealed.rewards.mean()),
+            "exact": float((sealed.rewards == 1.0).mean()),
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "skipped": result.skipped,
+            "clipped": result.metrics["clipped"] / loss_tokens,
+            "kl": result.metrics["kl"] / loss_tokens,
+            "entropy": result.metrics["entropy"] / loss_tokens,
+            "tokens": int(sealed.window.lengths.sum()),
+            "answer_tokens": loss_tokens,
+            "rows": layout.rows,
+            **asdict(movement),
+            "placement_version": self.job.slot_map.version,
+            **layout.facts,
+            "seconds": round(seconds, 6),
+            "seconds_by_part": {name: round(value, 6) for name, value in parts.items()},
+        }
+
+
+def summarise(lines: list[dict[str, Any]], out: str) -> RunSummary:
+    """What the metrics of a run say; at least one line."""
+    if not lines:
+        raise InvalidInput(f"{out}: no step was run; nothing to summarise")
+
+    def mean(name: str, part: list[dict[str, Any]]) -> float:
+        values = [float(line[name]) for line in part if line.get(name) is not None]
+        return sum(values) / len(values) if values else 0.0
+
+    def total(name: str) -> float:
+        return sum(line[name] or 0 for line in lines)
+
+    return RunSummary(
+        steps=len(lines),
+        start_reward=float(lines[0]["reward"]),
+        first_reward=mean("reward", lines[:_ENDS]),
+        last_reward=mean("reward", lines[-_ENDS:]),
+        moved_experts=int(total("moved_experts")),
+        moved_bytes=int(total("moved_bytes")),
+        placements_changed=sum(line["moved_experts"] > 0 for line in lines),
+        exposed_s=total("exposed_s"),
+        predicted_gain=mean("predicted_gain", lines),
+        seconds=total("seconds"),
+        out=out,
+    )
+
+
+def _log_step(step: int, values: dict[str, Any], num_steps: int) -> None:
+    if (step + 1) % 10 and step + 1 != num_steps and step:
+        return
+    logger.info(
+        "step %d/%d: reward %.3f, loss %.4f, %d rows, %d experts moved, %.2f s",
+        step + 1,
+        num_steps,
+        values["reward"],
+        values["loss"],
+        values["rows"],
+        values["moved_experts"],
+        values["seconds"],
+    )
