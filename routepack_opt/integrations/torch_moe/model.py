@@ -79,6 +79,7 @@ class MoETransformer(nn.Module):
         seed: int | None = 0,
         recompute: bool = False,
         attention: Backend = "auto",
+        mesh: ParallelMesh | None = None,
     ) -> None:
         """Builds and initialises (``seed`` None: weights stay uninitialised, for loading).
 
@@ -90,9 +91,11 @@ class MoETransformer(nn.Module):
             Layers store only their input and run again in the backward pass, with the same tape and map.
         attention
             Kernel of packed attention; "auto" takes the best that is installed for the device.
+        mesh
+            Groups to gather over on export; None: this process holds every slot.
         """
         super().__init__()
-        self.config, self.slot_map = config, slot_map
+        self.config, self.slot_map, self.mesh = config, slot_map, mesh
         self.first_slot, self.num_local_slots = first_slot, num_local_slots
         self.recompute, self.attention = recompute, attention
         place: dict[str, Any] = {"dtype": dtype, "device": device}
@@ -213,6 +216,7 @@ def build_model(
         seed=seed,
         recompute=recompute,
         attention=attention,
+        mesh=mesh,
     )
 
 

@@ -57,10 +57,10 @@ class MoEBlock(nn.Module):
         self.dispatcher = dispatcher
         self.gate = Router(config, dtype=dtype, device=device)
         self.experts = ExpertSlots(num_local_slots, config.hidden_size, config.expert_size, dtype=dtype, device=device)
-        self.shared_expert: SwiGLU | None = None
+        self.shared_experts: SwiGLU | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if config.shared_size:
-            self.shared_expert = SwiGLU(config.hidden_size, config.shared_size, dtype=dtype, device=device)
+            self.shared_experts = SwiGLU(config.hidden_size, config.shared_size, dtype=dtype, device=device)
             if config.shared_gate:
                 self.shared_expert_gate = nn.utils.skip_init(
                     nn.Linear, config.hidden_size, 1, bias=False, dtype=dtype, device=device
@@ -77,8 +77,8 @@ class MoEBlock(nn.Module):
         ids_TK = tape.choose(self.moe_layer, self.gate.choose(scores_TE))
         weights_TK = self.gate.weigh(scores_TE, ids_TK).to(x_TD.dtype)
         y_TD = self.dispatcher(x_TD, ids_TK, weights_TK, self.experts, self.moe_layer)
-        if self.shared_expert is not None:
-            shared_TD = self.shared_expert(x_TD)
+        if self.shared_experts is not None:
+            shared_TD = self.shared_experts(x_TD)
             if self.shared_expert_gate is not None:
                 shared_TD = shared_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
             y_TD = y_TD + shared_TD
