@@ -50,7 +50,7 @@ class ExpertSlots(nn.Module):
         counts_H
             Rows of each slot, integers, summing to N.
         """
-        if has_grouped_mm(x_ND):
+        if x_ND.shape[0] and has_grouped_mm(x_ND, self.down.shape[2]):
             return self._grouped(x_ND, torch.as_tensor(counts_H, device=x_ND.device))
         counts = counts_H.tolist() if isinstance(counts_H, Tensor) else list(counts_H)
         padding = len(counts) * max(counts) - x_ND.shape[0]
@@ -84,18 +84,20 @@ class ExpertSlots(nn.Module):
             if x_nD.shape[0]:
                 gate_nI, up_nI = F.linear(x_nD, gate_up_2ID).chunk(2, dim=-1)
                 parts.append(F.linear(F.silu(gate_nI) * up_nI, down_DI))
-        y_ND = torch.cat(parts) if parts else x_ND.new_zeros(0, x_ND.shape[1])
-        if torch.is_grad_enabled() and not parts:
-            # No row anywhere: keep both weights in the graph, so that their gradient is zero and not None.
-            y_ND = y_ND + 0.0 * (self.gate_up[:0].sum() + self.down[:0].sum())
-        return y_ND
+        if parts:
+            return torch.cat(parts)
+        # No row anywhere: input and weights stay in the graph, so that gradients are zero and not None, and the
+        # all-to-all before takes part in the backward pass as it does on the other ranks.
+        return x_ND + 0.0 * (self.gate_up[:0].sum() + self.down[:0].sum()).to(x_ND.dtype)
 
 
-def has_grouped_mm(x_ND: Tensor) -> bool:
-    """Whether ``torch._grouped_mm`` runs this input: bf16 on a GPU of compute capability 9 or more."""
+def has_grouped_mm(x_ND: Tensor, expert_size: int) -> bool:
+    """Whether ``torch._grouped_mm`` runs this input: bf16 on a GPU of compute capability 9 or more, sizes aligned."""
     return (
         x_ND.is_cuda
         and x_ND.dtype == torch.bfloat16
+        and x_ND.shape[1] % 8 == 0  # rows must begin at multiples of 16 bytes
+        and expert_size % 8 == 0
         and hasattr(torch, "_grouped_mm")
         and torch.cuda.get_device_capability(x_ND.device)[0] >= 9
     )

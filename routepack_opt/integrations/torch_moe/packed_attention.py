@@ -65,7 +65,7 @@ class PackedRows:
         sequences_S = torch.arange(self.num_sequences, device=device)
         if self.is_decode:
             return sequences_S
-        lengths_S = torch.tensor(self.lengths, device=device)
+        lengths_S = torch.tensor(self.lengths, dtype=torch.long, device=device)
         return torch.repeat_interleave(sequences_S, lengths_S, output_size=self.num_tokens)
 
     @cached_property
@@ -73,7 +73,7 @@ class PackedRows:
         """Position of each token in its sequence, past tokens counted."""
         device = self.cu_seqlens_S1.device
         if self.is_decode:
-            return torch.tensor(self.past, device=device)
+            return torch.tensor(self.past, dtype=torch.long, device=device)
         return torch.arange(self.num_tokens, device=device) - self.cu_seqlens_S1.long()[self.sequence_T]
 
     @property
@@ -152,6 +152,8 @@ class Batches:
 
 def packed_attention(q_TQh: Tensor, k_TGh: Tensor, v_TGh: Tensor, rows: PackedRows, window: int | None) -> Tensor:
     """Causal attention inside each sequence, [T, Q, h]; ``window`` counts the token itself."""
+    if not rows.num_tokens:  # nothing to do, but keys and values must end with zero gradients, not None
+        return q_TQh + 0.0 * (k_TGh.sum() + v_TGh.sum())
     backend = choose_backend(q_TQh, rows) if rows.backend == "auto" else rows.backend
     if backend == "flash":
         return _flash(q_TQh, k_TGh, v_TGh, rows, window)
@@ -218,8 +220,6 @@ def _flex(q_TQh: Tensor, k_TGh: Tensor, v_TGh: Tensor, rows: PackedRows, window:
 
 
 def _batched(q_TQh: Tensor, k_TGh: Tensor, v_TGh: Tensor, rows: PackedRows, window: int | None) -> Tensor:
-    if not rows.num_tokens:
-        return q_TQh
     batches = rows.batches(q_TQh.shape[1] * q_TQh.shape[2])
     if batches.alone:
         lengths = [length for length in rows.lengths if length]
