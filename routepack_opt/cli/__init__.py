@@ -22,6 +22,9 @@ COMMANDS = {
     "place": "expert placement alone, in the file formats of inference engines",
     "certify": "proved row counts of many windows, offline and resumable",
     "compare": "the same windows under several methods: gaps, times, plots",
+    "replay": "step time of a plan from its kernels, measured on one device",
+    "calibrate": "cost weights and step-time terms from measured kernels",
+    "simulate": "step time on a cluster nobody here has, from measured or published rates",
     "doctor": "what is installed and usable here",
 }
 INTERRUPTED = 130

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routepack_opt.plan import Plan
+    from routepack_opt.topology import Topology
     from routepack_opt.window import Window
 
 
@@ -31,6 +32,7 @@ class Layout:
     """
 
     name: str
+    topology: Topology
     cells: Sequence[Sequence[Sequence[int]]]
     logical_to_slot: NDArray[np.int64]
 
@@ -49,17 +51,31 @@ def plan_layout(plan: Plan, window: Window, name: str, where: str = "plan") -> L
         raise InvalidInput(f"{where}: made for {claimed} samples, layers, experts; the window has {shape}")
     if plan.window.get("sha256") != window.sha256:
         raise InvalidInput(f"{where}: field 'window.sha256': the plan was made for another window")
-    plan.topology.experts_per_rank(window.num_experts)
     if len(plan.cells) == 0 or any(len(row) != plan.topology.dp for row in plan.cells):
         raise InvalidInput(f"{where}: field 'cells': expected rows of {plan.topology.dp} cells")
     listed = sorted(i for row in plan.cells for cell in row for i in cell)
     if listed != list(range(window.num_samples)):
         raise InvalidInput(f"{where}: field 'cells': expected every sample 0..{window.num_samples - 1} exactly once")
+    return Layout(name, plan.topology, plan.cells, plan_slots(plan, window, where))
+
+
+def plan_slots(plan: Plan, window: Window, where: str = "plan") -> NDArray[np.int64]:
+    """A plan's placement, int64 [L, E], after checking that it fits the window's layers and experts.
+
+    Raises
+    ------
+    InvalidInput
+        Another shape, or slots that are no bijection; names the layer.
+    """
+    shape = (window.num_layers, window.num_experts)
+    if plan.logical_to_slot.shape != shape:
+        raise InvalidInput(f"{where}: field 'logical_to_slot': {plan.logical_to_slot.shape}, the window has {shape}")
+    plan.topology.experts_per_rank(window.num_experts)
     bijective = (np.sort(plan.logical_to_slot, axis=1) == np.arange(window.num_experts)).all(axis=1)
     if not bijective.all():
         layer = int(np.argmin(bijective))
         raise InvalidInput(f"{where}: field 'logical_to_slot[{layer}]': not a bijection of experts to slots")
-    return Layout(name, plan.cells, plan.logical_to_slot)
+    return plan.logical_to_slot
 
 
 def comparison_layouts(plan: Plan, window: Window, *, budget_s: float = 1.0, seed: int = 0) -> list[Layout]:
@@ -97,4 +113,7 @@ def comparison_layouts(plan: Plan, window: Window, *, budget_s: float = 1.0, see
         budget_s=budget_s,
         seed=seed,
     )
-    return [Layout("baseline", cells, home), Layout("reorder", reordered.cells, reordered.logical_to_slot)]
+    return [
+        Layout("baseline", plan.topology, cells, home),
+        Layout("reorder", plan.topology, reordered.cells, reordered.logical_to_slot),
+    ]

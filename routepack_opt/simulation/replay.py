@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from routepack_opt.simulation.layouts import Layout
     from routepack_opt.simulation.timing import Measured, Statistic, Timer
     from routepack_opt.simulation.work import Kernel, StepTime
-    from routepack_opt.topology import Topology
     from routepack_opt.window import Window
 
 
@@ -43,7 +42,6 @@ class Replay:
 
 def replay(
     window: Window,
-    topology: Topology,
     layouts: Sequence[Layout],
     shape: KernelShape,
     timer: Timer,
@@ -53,6 +51,7 @@ def replay(
     warmup: int = 1,
     budget_s: float | None = None,
     layers: Sequence[int] | None = None,
+    extra: Sequence[Kernel] = (),
     statistic: Statistic = "median",
     seed: int = 0,
 ) -> Replay:
@@ -66,18 +65,20 @@ def replay(
         About how long to measure: layers are sampled to fit, and a note says so. None measures all of them.
     layers
         MoE layers to measure, instead of choosing by ``budget_s``.
+    extra
+        Kernels to measure as well, for :mod:`~routepack_opt.simulation.calibrate`; no layout runs them.
     statistic
         What stands for a kernel's runs. The largest of several noisy medians is above the largest of the true times,
         most so where loads are level; "min" suffers less on a machine that others use too.
     """
     start = time.perf_counter()
     num_blocks = len(shape.blocks)
-    works = [layout_work(window, layout, topology, layers) for layout in layouts]
+    works = [layout_work(window, layout, layers) for layout in layouts]
     notes = []
     if layers is None and budget_s is not None:
-        chosen = layers_within(works, num_blocks, timer, budget_s, warmup + repeats)
+        chosen = layers_within(works, num_blocks, timer, budget_s, warmup + repeats, extra)
         if len(chosen) < window.num_layers:
-            works = [layout_work(window, layout, topology, chosen) for layout in layouts]
+            works = [layout_work(window, layout, chosen) for layout in layouts]
     if len(works[0].layers) < window.num_layers:
         notes.append(
             f"sampled: experts of {len(works[0].layers)} of {window.num_layers} MoE layers were measured and scaled up"
@@ -90,7 +91,8 @@ def replay(
     linear = [block.name for block in shape.blocks if block.kind == "linear"]
     if linear:
         notes.append(f"{', '.join(linear)} attention: projections are run, the recurrent state is not")
-    kernels = list(dict.fromkeys(kernel for work in works for kernel in work.kernels(num_blocks)))
+    needed = dict.fromkeys(kernel for work in works for kernel in work.kernels(num_blocks))
+    kernels = list(needed | dict.fromkeys(extra))
     deadline = None if budget_s is None else start + budget_s
     measured = measure(kernels, timer, repeats=repeats, warmup=warmup, deadline=deadline, seed=seed)
     fewest = min(len(m.runs_s) for m in measured.values())

@@ -75,7 +75,12 @@ def measure(
 
 
 def layers_within(
-    works: Sequence[LayoutWork], num_blocks: int, timer: Timer, budget_s: float, rounds: int
+    works: Sequence[LayoutWork],
+    num_blocks: int,
+    timer: Timer,
+    budget_s: float,
+    rounds: int,
+    extra: Sequence[Kernel] = (),
 ) -> list[int]:
     """MoE layers, evenly spread, whose kernels fit ``rounds`` times into ``budget_s``; at least one.
 
@@ -85,6 +90,8 @@ def layers_within(
     attention = [k for k in kernels if isinstance(k, AttentionKernel)]
     experts = [k for k in kernels if isinstance(k, ExpertKernel)]
     spent_s = _predict_s(attention, timer)
+    for kind in (AttentionKernel, ExpertKernel):
+        spent_s += _predict_s([k for k in extra if isinstance(k, kind)], timer)
     per_layer_s = _predict_s(experts, timer) / works[0].num_layers
     left_s = budget_s / rounds - spent_s
     count = works[0].num_layers if per_layer_s <= 0 else int(left_s / per_layer_s)

@@ -5,6 +5,7 @@ Shape suffixes: T tokens of a cell, N assignments of a rank, D hidden, H heads, 
 
 from __future__ import annotations
 
+import platform
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,6 @@ class TorchTimer:
     ----------
     shape
         Tensor sizes.
-    num_slots
-        Experts of one EP rank.
     device
         "cpu", "cuda" or "cuda:N".
     dtype
@@ -54,7 +53,6 @@ class TorchTimer:
     def __init__(
         self,
         shape: KernelShape,
-        num_slots: int,
         *,
         device: str = "cpu",
         dtype: torch.dtype | None = None,
@@ -68,7 +66,7 @@ class TorchTimer:
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
         self._buffers: dict[tuple[str, int], Tensor] = {}
         self._blocks = [_BlockRunner(block, self) for block in shape.blocks]
-        self._experts = _ExpertRunner(shape, num_slots, self)
+        self._experts: dict[int, _ExpertRunner] = {}
 
     def time_s(self, kernel: Kernel) -> float:
         """Seconds of one run: CUDA events on a GPU, the wall clock elsewhere."""
@@ -88,7 +86,10 @@ class TorchTimer:
     def _runner(self, kernel: Kernel) -> Callable[[], None]:
         """Inputs are made before the clock starts."""
         if isinstance(kernel, ExpertKernel):
-            return self._experts.runner(kernel)
+            num_slots = len(kernel.counts)
+            if num_slots not in self._experts:
+                self._experts[num_slots] = _ExpertRunner(self.shape, num_slots, self)
+            return self._experts[num_slots].runner(kernel)
         return self._blocks[kernel.block].runner(kernel)
 
     def weight(self, *sizes: int) -> Tensor:
@@ -195,3 +196,10 @@ def _device(name: str) -> torch.device:
     if count <= int(name[5:] or 0):
         raise InvalidInput(f"device: {name!r} is not there; this machine has {count} CUDA devices")
     return torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    """What a table should call it."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

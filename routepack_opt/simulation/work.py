@@ -96,10 +96,11 @@ class LayoutWork:
         return list(seen)
 
 
-def slot_counts(window: Window, layout: Layout, topology: Topology) -> NDArray[np.int64]:
+def slot_counts(window: Window, layout: Layout) -> NDArray[np.int64]:
     """int64 [R, G, L, E], assignments each slot gets in a row of a shard."""
     num_layers, num_experts = window.num_layers, window.num_experts
     slot_to_logical = np.argsort(layout.logical_to_slot, axis=1, kind="stable")
+    topology = layout.topology
     result = np.empty((len(layout.cells), topology.num_shards, num_layers, num_experts), dtype=np.int64)
     for r, row in enumerate(layout.cells):
         for g, ranks in enumerate(topology.shards):
@@ -109,11 +110,12 @@ def slot_counts(window: Window, layout: Layout, topology: Topology) -> NDArray[n
     return result
 
 
-def layout_work(window: Window, layout: Layout, topology: Topology, layers: Sequence[int] | None = None) -> LayoutWork:
+def layout_work(window: Window, layout: Layout, layers: Sequence[int] | None = None) -> LayoutWork:
     """Expand a layout into kernels; ``layers`` limits the MoE layers (None: all)."""
     chosen = tuple(range(window.num_layers)) if layers is None else tuple(layers)
+    topology = layout.topology
     per_rank = topology.experts_per_rank(window.num_experts)
-    counts = slot_counts(window, layout, topology)[:, :, list(chosen)]
+    counts = slot_counts(window, layout)[:, :, list(chosen)]
     split = counts.reshape(*counts.shape[:3], topology.ep, per_rank).tolist()
     expert_kernels = tuple(
         tuple(tuple(tuple(ExpertKernel(tuple(c)) for c in ranks) for ranks in layer) for layer in shards)
