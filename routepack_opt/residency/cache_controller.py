@@ -1,9 +1,9 @@
 """The cache controller: several eviction orders run as shadow caches, and the real cache follows the best of late.
 
 Orders differ in what they remember: recency (LRU), frequency that fades over 4 to 256 tokens or never (LFU), and the
-prompt only (pinned). Which is right depends on the budget - under one token cycle LRU hits nothing, since every expert is evicted
-before its layer comes round again - and on how fast the routing drifts. A shadow holds expert numbers only, no
-weights: at 58 layers x 256 experts it costs some kilobytes and a heap operation a look-up.
+prompt only (pinned). Which is right depends on the budget - under one token cycle LRU hits nothing, since every expert
+is evicted before its layer comes round again - and on how fast the routing drifts. A shadow holds expert numbers only,
+no weights: at 58 layers x 256 experts it costs some kilobytes and a heap operation a look-up.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ControllerConfig:
         Forward passes an order stays at least.
     """
 
-    memory: float = 16.0
+    memory: float = 64.0
     margin: float = 0.01
-    min_passes: int = 8
+    min_passes: int = 32
 
 
 DEFAULT_CONFIG = ControllerConfig()
@@ -111,4 +111,4 @@ def warmup() -> None:
 
     cache_replay.warmup()
     no = np.zeros(1, dtype=np.int64)
-    choose_orders(np.array([0, 1], dtype=np.int64), np.zeros((1, 1), dtype=np.bool_), no, no > 0, 0, 16.0, 0.01, 8)
+    choose_orders(np.array([0, 1], dtype=np.int64), np.zeros((1, 1), dtype=np.bool_), no, no > 0, 0, 64.0, 0.01, 32)

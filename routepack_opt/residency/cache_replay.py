@@ -108,7 +108,7 @@ def check_capacity(capacity_bytes: int, sizes: NDArray[np.int64]) -> None:
     """Refuse a cache that could not keep even one expert of every layer's size."""
     if capacity_bytes < int(sizes.max()):
         raise InvalidInput(
-            f"capacity: {int(capacity_bytes)} bytes hold no expert; expected at least {int(sizes.max())}, the largest one"
+            f"capacity: {int(capacity_bytes)} bytes; expected at least {int(sizes.max())}, the largest expert"
         )
 
 
