@@ -177,6 +177,47 @@ def plan_window(
     return plan
 
 
+def place_window(
+    window: Window,
+    topology: Topology,
+    *,
+    previous: Plan | NDArray[np.int64] | None = None,
+    max_moved: float | None = None,
+    time_limit_s: float | None = None,
+    seed: int = 0,
+) -> NDArray[np.int64]:
+    """Only the placement of the window totals, where :func:`plan_window` starts: known before any row is packed.
+
+    Parameters
+    ----------
+    previous
+        The plan, or logical_to_slot [L, E], in force now; None means slot e holds expert e.
+    max_moved
+        Share of the experts of each layer that may leave their EP rank.
+    time_limit_s
+        Of the search; None does a fixed amount of work, the same on every machine.
+
+    Returns
+    -------
+    logical_to_slot
+        int64 [L, E]; experts that stay in their EP rank keep their slot.
+    """
+    from routepack_opt.models.placement import slots_from_ranks, solve_placement
+
+    _check_types(window, topology, None, None, None)
+    per_rank = topology.experts_per_rank(window.num_experts)
+    standing = _standing_slots(previous, window, topology)
+    placement = solve_placement(
+        window.total_load,
+        topology.ep,
+        standing=standing // per_rank,
+        max_moved=max_moved,
+        time_limit_s=time_limit_s,
+        seed=seed,
+    )
+    return slots_from_ranks(placement.rank_of, topology.ep, standing)
+
+
 def _check_types(window: Any, topology: Any, cost: Any, constraints: Any, stop: Any) -> None:
     for name, value, kind in (
         ("window", window, Window),

@@ -1,12 +1,14 @@
-"""Short records that every rank must see before and after experts move: gathered with a bound on the wait.
+"""What all ranks must hear before they go on: short records gathered, plans broadcast, with a bound on every wait.
 
-On the CPU the gather is a star of point-to-point messages and not a collective: a gloo message that times out closes
+On the CPU both are stars of point-to-point messages and not a collective: a gloo message that times out closes
 the connections of its group, so a rank that died or hangs makes all the others raise at once; a gloo collective would
 leave a thread behind that keeps the process from ending.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,9 @@ class PlacementDisagreement(RoutePackError):
 
 class MovementFailed(RoutePackError):
     """Experts could not all be moved; the placement is broken on every rank and a checkpoint must be loaded."""
+
+
+_HEADER = struct.Struct("<q32s")  # length and sha256 of what follows
 
 
 def wait_all(works: Sequence[Any], deadline: float, doing: str) -> None:
@@ -88,3 +93,48 @@ def _star(mine: torch.Tensor, table: torch.Tensor, mesh: ParallelMesh, timeout_s
     wait_all([dist.isend(mine, dst=root, group=group)], deadline, f"{doing}: telling rank {root}")
     # later than the root's own deadline, so that the root, who can name the missing rank, is the first to give up
     wait_all([dist.irecv(table, src=root, group=group)], deadline + 0.5 + 0.1 * timeout_s, f"{doing}: rank {root}")
+
+
+def broadcast_bytes(payload: bytes | None, mesh: ParallelMesh, *, source: int, timeout_s: float, doing: str) -> bytes:
+    """The payload of DP rank ``source`` on every rank, checked by its hash; nothing is unpickled.
+
+    Raises
+    ------
+    MovementFailed
+        It did not arrive within ``timeout_s``, or not intact.
+    """
+    if mesh.dp_group is None or mesh.num_ranks == 1:
+        assert payload is not None
+        return payload
+    header = torch.zeros(_HEADER.size, dtype=torch.uint8)
+    if payload is not None:
+        record = _HEADER.pack(len(payload), hashlib.sha256(payload).digest())
+        header = torch.frombuffer(bytearray(record), dtype=torch.uint8)
+    deadline = time.monotonic() + timeout_s
+    try:
+        header = _send_to_all(header, mesh, source, deadline, doing)
+        length, digest = _HEADER.unpack(bytes(header.tolist()))
+        body = torch.zeros(length, dtype=torch.uint8)
+        if payload:
+            body = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        body = _send_to_all(body, mesh, source, deadline, doing)
+    except RuntimeError as error:
+        raise MovementFailed(f"{doing}: {str(error).splitlines()[0]}") from error
+    received: bytes = body.numpy().tobytes()
+    if hashlib.sha256(received).digest() != digest:
+        raise MovementFailed(f"{doing}: what rank {source} sent did not arrive intact")
+    return received
+
+
+def _send_to_all(tensor: torch.Tensor, mesh: ParallelMesh, source: int, deadline: float, doing: str) -> torch.Tensor:
+    group = mesh.dp_group
+    if mesh.device.type != "cpu":
+        on_device = tensor.to(mesh.device)
+        wait_all([dist.broadcast(on_device, src=source, group=group, async_op=True)], deadline, doing)
+        return on_device.cpu()
+    if mesh.rank == source:
+        others = [rank for rank in range(mesh.num_ranks) if rank != source]
+        wait_all([dist.isend(tensor, dst=rank, group=group) for rank in others], deadline, doing)
+    else:
+        wait_all([dist.irecv(tensor, src=source, group=group)], deadline, f"{doing}: waiting for rank {source}")
+    return tensor

@@ -1,0 +1,83 @@
+"""What the ranks of the wave tests run; every function returns JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+from movement_workers import EXPERTS, LAYERS, caught, make_mesh, same, tensors_of
+
+from routepack_opt import Constraints, CostModel, Stage, Window
+from routepack_opt.integrations.torch_moe.slot_map import SlotMap
+from routepack_opt.integrations.torch_moe.waves import PlacementWaves, WaveSettings
+
+CAP = 60
+COST = CostModel((Stage("full", 1.0, 0.5),))
+
+
+def make_window(seed: int, num_samples: int = 24) -> Window:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(5, 30, num_samples)
+    popularity = rng.dirichlet(np.full(EXPERTS, 0.5), LAYERS)
+    own = rng.dirichlet(np.full(EXPERTS, 0.5), (num_samples, LAYERS))
+    demand = rng.poisson((popularity + own) * lengths[:, None, None])
+    return Window(lengths, demand)
+
+
+def steps(ep: int, shards: int, settings: dict[str, Any], num_steps: int, measured: bool = False) -> dict[str, Any]:
+    """Several steps; the facts of each, by rank."""
+    mesh = make_mesh(ep, shards)
+    start = np.tile(np.arange(EXPERTS), (LAYERS, 1))
+    slot_map, entries = SlotMap(start), tensors_of(start, mesh)
+    limits = Constraints(**settings.pop("constraints", {}))
+    chosen = WaveSettings(token_cap=CAP, cost=COST, constraints=limits, chunk_bytes=300, timeout_s=20, **settings)
+    waves = PlacementWaves(entries, slot_map, mesh, chosen)
+    facts = []
+    for step in range(num_steps):
+        window = make_window(step)
+        before = slot_map.logical_to_slot.numpy().copy()
+        plan, movement = waves.run(window if waves.plans_here else None, seed=step)
+        plan.verify(window)
+        if measured:
+            waves.observe_step(plan, 0.5)
+        per_rank = EXPERTS // ep
+        moved = (plan.logical_to_slot // per_rank != before // per_rank).sum(axis=1)
+        facts.append(
+            {
+                "right": same(entries, plan.logical_to_slot, mesh),
+                "in_force": bool((slot_map.logical_to_slot.numpy() == plan.logical_to_slot).all()),
+                "counted": moved.tolist() == plan.moved_experts.tolist(),
+                "num_moved": int(moved.sum()),
+                "digest": hashlib.sha256(json.dumps(plan.to_json() | {"timings": {}}).encode()).hexdigest(),
+                "movement": movement.to_json(),
+                "notes": list(plan.notes),
+                "max_moved": plan.constraints.max_moved,
+                "worse_than_seed": (plan.rows, *plan.score) > (plan.seed_rows or 0, *(plan.seed_score or ())),
+            }
+        )
+    return {"steps": facts, "version": slot_map.version}
+
+
+def impossible(ep: int, shards: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """A window that no layout fits, then one that some does."""
+    mesh = make_mesh(ep, shards)
+    start = np.tile(np.arange(EXPERTS), (LAYERS, 1))
+    slot_map, entries = SlotMap(start), tensors_of(start, mesh)
+    waves = PlacementWaves(entries, slot_map, mesh, WaveSettings(token_cap=CAP, cost=COST, timeout_s=20, **settings))
+    result = caught(lambda: waves.run(make_window(0, num_samples=2)))
+    result["whole"] = not slot_map.is_broken and same(entries, slot_map.logical_to_slot.numpy(), mesh)
+    waves.run(make_window(1))
+    return result | {"afterwards": same(entries, slot_map.logical_to_slot.numpy(), mesh)}
+
+
+def different_windows(ep: int, shards: int) -> dict[str, Any]:
+    """Every rank plans, but one counted differently."""
+    mesh = make_mesh(ep, shards)
+    start = np.tile(np.arange(EXPERTS), (LAYERS, 1))
+    slot_map, entries = SlotMap(start), tensors_of(start, mesh)
+    settings = WaveSettings(token_cap=CAP, cost=COST, budget_steps=20, planner="every", timeout_s=20)
+    waves = PlacementWaves(entries, slot_map, mesh, settings)
+    result = caught(lambda: waves.run(make_window(5 if mesh.rank == 3 else 4)))
+    return result | {"untouched": same(entries, start, mesh), "version": slot_map.version}
