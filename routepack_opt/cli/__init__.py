@@ -22,6 +22,7 @@ COMMANDS = {
     "place": "expert placement alone, in the file formats of inference engines",
     "certify": "proved row counts of many windows, offline and resumable",
     "compare": "the same windows under several methods: gaps, times, plots",
+    "train": "GRPO of a MoE model on several processes, every step planned",
     "residency": "which experts stay in fast memory: traces through caches",
     "replay": "step time of a plan from its kernels, measured on one device",
     "calibrate": "cost weights and step-time terms from measured kernels",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +23,16 @@ from routepack_opt.integrations.torch_moe.grpo.loss import PolicyLoss, policy_sa
 from routepack_opt.integrations.torch_moe.grpo.metrics import NAME as METRICS
 from routepack_opt.integrations.torch_moe.grpo.metrics import MetricsWriter, read_metrics
 from routepack_opt.integrations.torch_moe.grpo.placing import Movement, Placer
-from routepack_opt.integrations.torch_moe.grpo.planning import StepLayout
 from routepack_opt.integrations.torch_moe.grpo.sampling import Rollout, sample_answers, sampling_uniforms
 from routepack_opt.integrations.torch_moe.grpo.sealing import SealedWindow, seal_window
 from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
+from routepack_opt.integrations.torch_moe.mesh import broadcast_
 from routepack_opt.integrations.torch_moe.step import StepResult, train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from routepack_opt.integrations.torch_moe.grpo.planning import StepLayout
     from routepack_opt.integrations.torch_moe.grpo.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -94,12 +95,11 @@ def run_training(
     -------
     The summary on rank 0, None elsewhere.
     """
-    out = Path(config.run.out)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InvalidInput(f"{out}: cannot be written ({error.strerror or error})") from None
     job = Job.build(config, device)
+    out = _own_folder(job, resume=resume)
+    if str(out) != config.run.out:
+        config = config.override(run__out=str(out))
+        job = replace(job, config=config)
     first_step = job.resume() if resume else 0
     if first_step == 0:
         loss = job.warm_start()
@@ -125,6 +125,40 @@ def run_training(
     summary = summarise(read_metrics(out / METRICS), str(out))
     write_json(out / "summary.json", summary.to_json(), indent=2)
     return summary
+
+
+def free_folder(out: str) -> int:
+    """The least n such that no run is in ``out`` (n = 1) or ``out``-n."""
+    number = 1
+    while (_numbered(out, number) / METRICS).exists():
+        number += 1
+    return number
+
+
+def _numbered(out: str, number: int) -> Path:
+    return Path(out) if number == 1 else Path(f"{out}-{number}")
+
+
+def _own_folder(job: Job, *, resume: bool) -> Path:
+    """The run's folder, made by rank 0, the same on every rank; another run's is left alone."""
+    choice = torch.zeros(1, dtype=torch.int64, device=job.mesh.device)
+    problem: InvalidInput | None = None
+    if job.mesh.rank == 0:
+        number = 1 if resume else free_folder(job.config.run.out)
+        out = _numbered(job.config.run.out, number)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            choice[0] = number
+        except OSError as error:
+            problem = InvalidInput(f"{out}: cannot be written ({error.strerror or error})")
+        if number > 1:
+            logger.info("%s holds a run already; this one goes to %s", job.config.run.out, out)
+    broadcast_(choice, 0, job.mesh.dp_group)
+    if problem is not None:
+        raise problem
+    if choice.item() == 0:
+        raise InvalidInput(f"{job.config.run.out}: rank 0 cannot write there")
+    return _numbered(job.config.run.out, int(choice.item()))
 
 
 class Trainer:

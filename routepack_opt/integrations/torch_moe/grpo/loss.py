@@ -79,9 +79,7 @@ def supervised_loss(logits_TV: torch.Tensor, row: PackedRow) -> torch.Tensor:
     return -(log_probs_T * row.fields[MASK]).sum()
 
 
-def policy_sample(
-    rollout: Rollout, advantage: float, reference: NDArray[np.float32] | None = None
-) -> TrainSample:
+def policy_sample(rollout: Rollout, advantage: float, reference: NDArray[np.float32] | None = None) -> TrainSample:
     """What training needs of one rollout; ``reference`` are the answer's log-probabilities under the reference."""
     size, first = len(rollout.tokens), rollout.prompt_len - 1
     fields = {

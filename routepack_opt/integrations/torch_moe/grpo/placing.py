@@ -84,9 +84,7 @@ class Placer:
         job, cap = self.job, self.job.config.plan.token_cap
         cells = first_fit_cells(window, job.mesh.topology, cap)
         slots = contiguous_slots(window.num_layers, window.num_experts)
-        return StepLayout(
-            cells, slots, layout_facts(window, job.mesh.topology, cap, self._cost(window), cells, slots)
-        )
+        return StepLayout(cells, slots, layout_facts(window, job.mesh.topology, cap, self._cost(window), cells, slots))
 
     def _move(self, layout: StepLayout) -> Movement:
         job = self.job

@@ -15,13 +15,14 @@ from routepack_opt.constraints import Constraints
 from routepack_opt.cost import CostModel, score
 from routepack_opt.errors import Infeasible, RoutePackError
 from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, broadcast_
-from routepack_opt.topology import Topology
-from routepack_opt.window import Window
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
+
+    from routepack_opt.topology import Topology
+    from routepack_opt.window import Window
 
 Cells = tuple[tuple[tuple[int, ...], ...], ...]
 _FACTS = ("predicted_gain", "load_before", "load_after", "plan_gap")

@@ -12,14 +12,11 @@ from routepack_opt.files import read_text
 
 if TYPE_CHECKING:
     import os
-    from pathlib import Path
 
 _HIGH = 2**31 - 1
 
 
-def key(
-    default: Any, doc: str, *, low: float | None = None, high: float = _HIGH, choices: tuple[str, ...] = ()
-) -> Any:
+def key(default: Any, doc: str, *, low: float | None = None, high: float = _HIGH, choices: tuple[str, ...] = ()) -> Any:
     """A key of the file: its default, what it means, and the values it may have.
 
     ``low`` None leaves numbers above 0 (exclusive); a default of None makes the key optional.
@@ -109,7 +106,9 @@ class PlanSection:
     budget_s: float = key(0.2, "seconds of planning a step", low=0)
     budget_steps: int | None = key(None, "proposals per chain instead: the same plan on every machine", low=0)
     seed: int = key(0, "of the planner; the step is added", low=0)
-    planner: str = key("rank0", "rank0 plans and broadcasts; every-rank plans the same", choices=("rank0", "every-rank"))
+    planner: str = key(
+        "rank0", "rank0 plans and broadcasts; every-rank plans the same", choices=("rank0", "every-rank")
+    )
     overlap: bool = key(True, "move the first placement's experts while the planner still packs")
     late_moves: int | None = key(None, "most experts moved after packing (second wave); default: what pays", low=0)
     chunk_mib: float = key(64.0, "memory for experts on the way, MiB a rank")
@@ -213,8 +212,8 @@ class RunConfig:
             refuse("parallel.ep", f"{parallel.ep} does not divide model.num_experts = {model.num_experts}")
         if task.max_terms < task.min_terms:
             refuse("task.max_terms", f"{task.max_terms} is below task.min_terms = {task.min_terms}")
-        if self.num_samples < self.num_processes:
-            refuse("sampling.prompts", f"{self.num_samples} samples leave some of {self.num_processes} ranks empty")
+        if self.sampling.prompts < self.num_processes:
+            refuse("sampling.prompts", f"{self.sampling.prompts} leave some of {self.num_processes} ranks without any")
         if plan.planner == "every-rank" and plan.budget_steps is None:
             refuse("plan.budget_steps", "planner = 'every-rank' needs it: seconds give each rank another plan")
         longest = task.max_terms * (len(str(task.max_term)) + 1) + self.max_new_tokens
@@ -252,11 +251,6 @@ class RunConfig:
             values = {entry.name: getattr(section, entry.name) for entry in fields(section)}
             result[name] = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
         return result
-
-
-def resolve_out(config: RunConfig, out: str | Path | None) -> RunConfig:
-    """The output folder of the command line, if any."""
-    return config.override(run__out=None if out is None else str(out))
 
 
 def _listed(names: Any) -> str:

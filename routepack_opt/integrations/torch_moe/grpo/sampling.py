@@ -54,9 +54,7 @@ class Rollout:
         return [int(token) for token in self.tokens[self.prompt_len :]]
 
 
-def sampling_uniforms(
-    indices: Sequence[int], num_draws: int, *, seed: int, step: int
-) -> NDArray[np.float64]:
+def sampling_uniforms(indices: Sequence[int], num_draws: int, *, seed: int, step: int) -> NDArray[np.float64]:
     """Float64 [S, draws] in [0, 1): numbers of each sample's own stream.
 
     They depend on the sample's index only, so another number of ranks, or a restart, draws the same.
