@@ -5,7 +5,7 @@ Names: N samples, K answers of one prompt.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 _FLOOR = 1e-4  # of the standard deviation: one lucky answer in a large group must not weigh without bound
 
 
-def group_advantages(
-    rewards: ArrayLike, group_size: int, *, scale: Literal["std", "none"] = "std"
-) -> NDArray[np.float32]:
+def group_advantages(rewards: ArrayLike, group_size: int, *, scale: str = "std") -> NDArray[np.float32]:
     """Reward minus the group's mean, float32 [N]; groups are ``group_size`` consecutive samples.
 
     Parameters
@@ -47,4 +45,4 @@ def group_advantages(
     elif scale != "none":
         raise InvalidInput(f"scale: {scale!r} is not one of std, none")
     advantages[groups.max(axis=1) == groups.min(axis=1)] = 0.0  # not the rounding of their mean
-    return advantages.astype(np.float32).reshape(-1)
+    return np.asarray(advantages.reshape(-1), dtype=np.float32)

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 _FREE_KEYS = {
     "run": {"steps", "out", "checkpoint_every", "keep", "tensorboard", "timeline_steps"},
     "parallel": {"backend", "threads", "timeout_s", "processes", "ep", "shards"},
-    "plan": {"overlap", "chunk_mib", "late_moves", "link_gb_s", "planner", "budget_s", "budget_steps", "max_moved"},
+    "plan": {"overlap", "planner", "budget_s", "budget_steps", "max_moved", "late_moves", "chunk_mib"}
+    | {"seconds_per_unit", "seconds_per_expert"},
 }
 
 

@@ -22,7 +22,7 @@ from routepack_opt.integrations.torch_moe.grpo.job import Job
 from routepack_opt.integrations.torch_moe.grpo.loss import PolicyLoss, policy_sample
 from routepack_opt.integrations.torch_moe.grpo.metrics import NAME as METRICS
 from routepack_opt.integrations.torch_moe.grpo.metrics import MetricsWriter, read_metrics
-from routepack_opt.integrations.torch_moe.grpo.placing import Movement, Placer
+from routepack_opt.integrations.torch_moe.grpo.placing import Placement, Placer
 from routepack_opt.integrations.torch_moe.grpo.sampling import Rollout, sample_answers, sampling_uniforms
 from routepack_opt.integrations.torch_moe.grpo.sealing import SealedWindow, seal_window
 from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
@@ -32,7 +32,6 @@ from routepack_opt.integrations.torch_moe.step import StepResult, train_step
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from routepack_opt.integrations.torch_moe.grpo.planning import StepLayout
     from routepack_opt.integrations.torch_moe.grpo.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -190,14 +189,15 @@ class Trainer:
                 group_size=job.config.sampling.group_size,
                 top_k=job.model.config.top_k,
             )
-        layout, movement = self.placer.place(sealed.window, step, timeline)
-        result = self._train(rollouts, sealed, layout)
+        placement = self.placer.place(sealed.window, step, timeline)
+        result = self._train(rollouts, sealed, placement)
+        self.placer.observe(placement, sum(result.seconds.values()))
         config = job.config.run
         last = step + 1 == config.steps
         if last or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
             with timeline.span("checkpoint"):
                 job.save(step + 1)
-        return self._metrics(sealed, layout, movement, result, time.perf_counter() - start)
+        return self._metrics(sealed, placement, result, time.perf_counter() - start)
 
     def _sample(self, step: int) -> tuple[dict[int, Rollout], dict[int, float]]:
         """This rank's samples and their rewards: prompts d, d + D, d + 2D ..."""
@@ -217,20 +217,20 @@ class Trainer:
         rewards = [job.task.reward(p, a.completion) for p, a in zip(asked, answers, strict=True)]
         return dict(zip(indices, answers, strict=True)), dict(zip(indices, rewards, strict=True))
 
-    def _train(self, rollouts: dict[int, Rollout], sealed: SealedWindow, layout: StepLayout) -> StepResult:
+    def _train(self, rollouts: dict[int, Rollout], sealed: SealedWindow, placement: Placement) -> StepResult:
         job, settings = self.job, self.job.config
         advantages = group_advantages(
             sealed.rewards, settings.sampling.group_size, scale=settings.optim.advantage_scale
         )
         with self.timeline.span("exchange"):
             mine = {index: policy_sample(rollout, advantages[index]) for index, rollout in rollouts.items()}
-            samples = exchange_samples(mine, owners(layout.cells, len(advantages)), job.mesh)
+            samples = exchange_samples(mine, owners(placement.cells, len(advantages)), job.mesh)
         with self.timeline.span("train"):
             return train_step(
                 job.model,
                 job.optimizer,
                 job.mesh,
-                [list(row[job.mesh.rank]) for row in layout.cells],
+                [list(row[job.mesh.rank]) for row in placement.cells],
                 samples,
                 self.loss,
                 total_tokens=sealed.loss_tokens,
@@ -238,7 +238,7 @@ class Trainer:
             )
 
     def _metrics(
-        self, sealed: SealedWindow, layout: StepLayout, movement: Movement, result: StepResult, seconds: float
+        self, sealed: SealedWindow, placement: Placement, result: StepResult, seconds: float
     ) -> dict[str, Any]:
         loss_tokens = sealed.loss_tokens
         parts = self.timeline.seconds
@@ -254,10 +254,9 @@ class Trainer:
             "entropy": result.metrics["entropy"] / loss_tokens,
             "tokens": int(sealed.window.lengths.sum()),
             "answer_tokens": loss_tokens,
-            "rows": layout.rows,
-            **asdict(movement),
+            "rows": len(placement.cells),
             "placement_version": self.job.slot_map.version,
-            **layout.facts,
+            **placement.facts,
             "seconds": round(seconds, 6),
             "seconds_by_part": {name: round(value, 6) for name, value in parts.items()},
         }
@@ -273,7 +272,7 @@ def summarise(lines: list[dict[str, Any]], out: str) -> RunSummary:
         return sum(values) / len(values) if values else 0.0
 
     def total(name: str) -> float:
-        return sum(line[name] or 0 for line in lines)
+        return sum(line.get(name) or 0 for line in lines)
 
     return RunSummary(
         steps=len(lines),
@@ -282,7 +281,7 @@ def summarise(lines: list[dict[str, Any]], out: str) -> RunSummary:
         last_reward=mean("reward", lines[-_ENDS:]),
         moved_experts=int(total("moved_experts")),
         moved_bytes=int(total("moved_bytes")),
-        placements_changed=sum(line["moved_experts"] > 0 for line in lines),
+        placements_changed=sum(line.get("moved_experts", 0) > 0 for line in lines),
         exposed_s=total("exposed_s"),
         predicted_gain=mean("predicted_gain", lines),
         seconds=total("seconds"),
@@ -300,6 +299,6 @@ def _log_step(step: int, values: dict[str, Any], num_steps: int) -> None:
         values["reward"],
         values["loss"],
         values["rows"],
-        values["moved_experts"],
+        values.get("moved_experts", 0),
         values["seconds"],
     )

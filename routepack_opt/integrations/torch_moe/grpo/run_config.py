@@ -110,10 +110,13 @@ class PlanSection:
         "rank0", "rank0 plans and broadcasts; every-rank plans the same", choices=("rank0", "every-rank")
     )
     overlap: bool = key(True, "move the first placement's experts while the planner still packs")
-    late_moves: int | None = key(None, "most experts moved after packing (second wave); default: what pays", low=0)
+    late_moves: int | float | None = key(
+        None, "most experts moved after packing: a count, or a share such as 0.1; default: all that pay", low=0
+    )
     chunk_mib: float = key(64.0, "memory for experts on the way, MiB a rank")
     max_moved: float | None = key(None, "largest share of the experts that may change rank in a step", low=0, high=1)
-    link_gb_s: float = key(1.0, "what a rank sends a second, to price a move; measured rates replace it")
+    seconds_per_unit: float | None = key(None, "step time of a cost unit, weighs late moves; default: measured", low=0)
+    seconds_per_expert: float | None = key(None, "wait for one late move; default: measured", low=0)
 
 
 @dataclass(frozen=True)
@@ -274,6 +277,9 @@ def _section(kind: type[Any], name: str, values: Any, where: str) -> Any:
 
 def _value(where: str, hint: Any, rule: Any, value: Any) -> Any:
     hint = {int | None: int, float | None: float}.get(hint, hint)
+    if hint == int | float | None:  # a whole number counts, a fraction is a share
+        hint = int if isinstance(value, int) else float
+        rule = rule if hint is int else {**rule, "high": 1}
     if hint is bool:
         if not isinstance(value, bool):
             raise FormatError(f"{where}: expected true or false, found {value!r}")

@@ -8,7 +8,7 @@ Names: N samples of the window, n of one rank, L MoE layers, E experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -93,10 +93,10 @@ def seal_window(
         group_ids=np.arange(num_samples) // group_size,
         top_k=top_k,
     )
-    return SealedWindow(window, all_facts[:, 3].copy(), all_facts[:, 2].astype(np.int64))
+    return SealedWindow(window, all_facts[:, 3].astype(np.float64), all_facts[:, 2].astype(np.int64))
 
 
-def _rows(mine: torch.Tensor, sizes: list[int], mesh: ParallelMesh) -> NDArray[np.generic]:
+def _rows(mine: torch.Tensor, sizes: list[int], mesh: ParallelMesh) -> NDArray[Any]:
     """The first ``sizes[d]`` rows of every rank d's tensor."""
     gathered = all_gather_equal(mine.to(mesh.device), mesh.dp_group)
     return np.concatenate([rows[:size].cpu().numpy() for rows, size in zip(gathered, sizes, strict=True)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import deque
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ class Timeline:
         """``keep_steps`` 0 records nothing."""
         self._steps: deque[list[dict[str, Any]]] = deque(maxlen=keep_steps)
         self._seconds: dict[str, float] = {}
-        self._main = threading.get_ident()
 
     def begin_step(self, step: int) -> None:
         """Start the spans and the sums of a step."""
@@ -48,11 +46,10 @@ class Timeline:
             seconds = time.perf_counter() - start
             self.add(name, start_ns / 1e9, seconds)
 
-    def add(self, name: str, start_s: float, seconds: float) -> None:
-        """A part timed elsewhere; ``start_s`` is seconds of ``time.time``."""
+    def add(self, name: str, start_s: float, seconds: float, *, lane: int = 0) -> None:
+        """A part timed elsewhere; ``start_s`` is seconds of ``time.time``, lanes other than 0 run beside the step."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         if self._steps:
-            lane = 0 if threading.get_ident() == self._main else 1
             span = {"name": name, "ts": start_s * 1e6, "dur": seconds * 1e6, "tid": lane, "step": self._step}
             self._steps[-1].append(span)
 
