@@ -22,7 +22,7 @@ Links = dict[tuple[int, int], "LinkSpec"]
 _ROUTE_MESSAGE_BYTES = 65536
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Hardware:
     """A package as simulators see it.
 
