@@ -20,7 +20,7 @@ def compare(ep: int, shards: Any, limits: dict[str, float] = TIGHT, **kwargs: An
     kwargs = {"ep": ep, "shards": shards, "lengths": LENGTHS} | kwargs
     found: dict[str, Any] = run_ranks(f"{WORKERS}:against_one_process", 4, kwargs)[0]
     for name, limit in limits.items():
-        assert found[name] <= limit, (name, found)
+        assert found[name] <= limit, f"{name}: {found}"
     return found
 
 

@@ -34,9 +34,9 @@ def make_mesh(ep: int, shards: Any) -> ParallelMesh:
 
 
 def popularity(rng: np.random.Generator, step: int) -> np.ndarray:
-    """[L, E] skewed towards a few experts, which change with every step."""
+    """[L, E] skewed towards a few experts, other ones every step (seeds with which each step's plan moves experts)."""
     del rng
-    hot = np.random.default_rng(1000 + step).permuted(np.tile(np.arange(CONFIG.num_experts), (LAYERS, 1)), axis=1)
+    hot = np.random.default_rng(1300 + step).permuted(np.tile(np.arange(CONFIG.num_experts), (LAYERS, 1)), axis=1)
     return np.exp(-0.7 * hot)
 
 
@@ -54,7 +54,10 @@ def make_samples(step: int, lengths: Sequence[int], *, missing_last: bool = True
         samples[index] = TrainSample(
             torch.from_numpy(rng.integers(0, CONFIG.vocab_size, length)),
             torch.from_numpy(routes.astype(np.int16)),
-            {"mask": torch.from_numpy(mask), "advantage": torch.from_numpy(rng.normal(1, 0.5, length).astype(np.float32))},
+            {
+                "mask": torch.from_numpy(mask),
+                "advantage": torch.from_numpy(rng.normal(1, 0.5, length).astype(np.float32)),
+            },
         )
     return samples
 
@@ -84,7 +87,8 @@ def build(mesh: ParallelMesh, *, dtype: str = "float32", slots: Any = None, seed
     """Model, optimizer and slot map of this rank."""
     slot_map = SlotMap.identity(LAYERS, CONFIG.num_experts) if slots is None else SlotMap(np.asarray(slots))
     model = build_model(CONFIG, mesh, slot_map=slot_map, dtype=getattr(torch, dtype), seed=seed)
-    return model, MoEAdamW(model, mesh, lr=3e-3, weight_decay=0.05, **options), slot_map
+    # eps above the rounding noise of gradients that are nearly zero: Adam would make steps of full size of it
+    return model, MoEAdamW(model, mesh, lr=1e-3, weight_decay=0.05, eps=1e-6, **options), slot_map
 
 
 def logical_state(model: Any, optimizer: MoEAdamW, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
@@ -102,16 +106,23 @@ def logical_state(model: Any, optimizer: MoEAdamW, mesh: ParallelMesh) -> dict[s
     return state
 
 
-def deviations(mine: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Largest difference by kind of tensor, relative to the largest entry of its tensor."""
+def deviations(mine: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Largest difference by kind of tensor, relative to the largest entry of its tensor, and where that is.
+
+    "<kind> rms" is the norm of all differences over that of all entries: for low precision, where single entries say little (Adam makes a step of full size of a gradient that is only rounding).
+    """
     assert mine.keys() == reference.keys()
-    worst = {"weight": 0.0, "master": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
+    worst: dict[str, Any] = {"weight": 0.0, "master": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
+    squares = {kind: [0.0, 0.0] for kind in worst}
     for name, tensor in mine.items():
         kind = name.rpartition(".")[2] if name.startswith("expert.") else name.partition(".")[0]
         other = reference[name].double()
+        squares[kind][0] += float((tensor.double() - other).square().sum())
+        squares[kind][1] += float(other.square().sum())
         gap = float((tensor.double() - other).abs().max() / other.abs().max().clamp_min(1e-30))
-        worst[kind] = max(worst[kind], gap)
-    return worst
+        if not gap <= worst[kind]:  # not a number, too
+            worst[kind], worst[f"{kind} in"] = gap, name
+    return worst | {f"{kind} rms": (a / b) ** 0.5 for kind, (a, b) in squares.items() if b}
 
 
 def relative(values: Sequence[float], reference: Sequence[float]) -> float:
