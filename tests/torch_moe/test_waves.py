@@ -16,92 +16,96 @@ from routepack_opt.integrations.torch_moe.wave_settings import WaveSettings
 WORKERS = "wave_workers"
 
 
-def run_steps(ep: int, shards: int, settings: dict[str, Any], **kwargs: Any) -> list[list[dict[str, Any]]]:
-    """The facts of every step [step][rank], with what must always hold checked."""
-    results = run_ranks(
-        f"{WORKERS}:steps", 4, {"ep": ep, "shards": shards, "settings": settings, "num_steps": 3, **kwargs}, 90
-    )
-    by_step = [list(facts) for facts in zip(*(rank["steps"] for rank in results), strict=True)]
-    for facts in by_step:
-        assert len({fact["digest"] for fact in facts}) == 1
-        for fact in facts:
-            movement = fact["movement"]
-            assert fact["right"] and fact["in_force"] and fact["counted"]
-            assert movement["moved_bytes"] == movement["planned_bytes"]
-            assert movement["num_moved"] >= fact["num_moved"]
-            for wave in movement["waves"]:
-                assert wave["moved_bytes"] == wave["planned_bytes"] and wave["peak_extra_bytes"] <= 300
-                assert wave["exposed_s"] >= 0 and wave["overlapped_s"] >= 0
-                assert wave["exposed_s"] + wave["overlapped_s"] == pytest.approx(wave["seconds"])
-    assert len({rank["version"] for rank in results}) == 1
-    assert sum(fact[0]["num_moved"] for fact in by_step) > 0
-    return by_step
+PRICES = {"seconds_per_cost_unit": 1e-9, "seconds_per_expert": 1.0}
+Facts = list[list[dict[str, Any]]]  # [step][rank]
+
+
+def run_steps(ep: int, shards: int, runs: list[dict[str, Any]]) -> list[Facts]:
+    """The facts of every run, with what must always hold checked."""
+    kwargs = {"ep": ep, "shards": shards, "runs": runs, "num_steps": 3}
+    results = run_ranks(f"{WORKERS}:steps", 4, kwargs, 90)
+    facts = []
+    for number in range(len(runs)):
+        assert len({rank[number]["version"] for rank in results}) == 1
+        steps = [list(step) for step in zip(*(rank[number]["steps"] for rank in results), strict=True)]
+        assert sum(step[0]["num_moved"] for step in steps) > 0
+        for step in steps:
+            check_step(step)
+        facts.append(steps)
+    return facts
+
+
+def check_step(step: list[dict[str, Any]]) -> None:
+    assert len({fact["digest"] for fact in step}) == 1
+    for fact in step:
+        movement = fact["movement"]
+        assert fact["right"] and fact["in_force"] and fact["counted"]
+        assert movement["moved_bytes"] == movement["planned_bytes"]
+        assert movement["num_moved"] >= fact["num_moved"]
+        assert fact["max_moved"] is not None or not fact["worse_than_seed"]
+        for wave in movement["waves"]:
+            assert wave["moved_bytes"] == wave["planned_bytes"] and wave["peak_extra_bytes"] <= 300
+            assert wave["exposed_s"] >= 0 and wave["overlapped_s"] >= 0
+            assert wave["exposed_s"] + wave["overlapped_s"] == pytest.approx(wave["seconds"])
+
+
+def late_waves(steps: Facts) -> list[dict[str, Any]]:
+    return [wave for step in steps for wave in step[0]["movement"]["waves"] if wave["name"] == "late"]
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("planner", ["first", "every"])
 @pytest.mark.parametrize(("ep", "shards"), [(4, 1), (2, 2)])
-def test_two_waves_run_the_plan_that_verifies(ep: int, shards: int, planner: str) -> None:
-    steps = run_steps(ep, shards, {"budget_steps": 20000, "planner": planner})
-    assert all(fact["movement"]["waves"][0]["name"] == "first" for facts in steps for fact in facts)
-    assert any(len(facts[0]["movement"]["waves"]) == 2 for facts in steps), "co-refinement never moved an expert"
-    for facts in steps:
-        for wave in facts[0]["movement"]["waves"][1:]:
-            assert wave["name"] == "late" and wave["predicted_gain"] > 0 and wave["overlapped_s"] == 0
+def test_two_waves_run_the_plan_that_verifies(ep: int, shards: int) -> None:
+    first, every, timed = run_steps(
+        ep,
+        shards,
+        [{"budget_steps": 20000}, {"budget_steps": 20000, "planner": "every"}, {"budget_s": 0.2, "measured": True}],
+    )
+    assert [step[0]["digest"] for step in first] == [step[0]["digest"] for step in every]
+    assert late_waves(first), "co-refinement never moved an expert"
+    for wave in late_waves(first) + late_waves(timed):
+        assert wave["predicted_gain"] > 0 and wave["overlapped_s"] == 0
+    assert all(wave["predicted_gain_s"] > 0 for wave in late_waves(timed[1:]))
+    assert all(step[0]["movement"]["waves"][0]["name"] == "first" for step in first + every + timed)
 
 
 @pytest.mark.distributed
-def test_without_overlap_everything_moves_after_the_plan() -> None:
-    for facts in run_steps(4, 1, {"budget_steps": 20000, "overlap": False}):
-        (wave,) = facts[0]["movement"]["waves"]
+def test_one_wave_dear_moves_and_max_moved() -> None:
+    runs = [
+        {"budget_steps": 20000, "overlap": False},
+        {"budget_steps": 20000, **PRICES},
+        {"budget_steps": 20000, "constraints": {"max_moved": 0.25}},
+    ]
+    after_the_plan, dear, limited = run_steps(4, 1, runs)
+    for step in after_the_plan:
+        (wave,) = step[0]["movement"]["waves"]
         assert wave["name"] == "all" and wave["overlapped_s"] == 0
-        assert facts[0]["movement"]["num_moved"] == facts[0]["num_moved"]  # no expert travels twice
+        assert step[0]["movement"]["num_moved"] == step[0]["num_moved"]  # no expert travels twice
+    assert not late_waves(dear)
+    assert any(step[0]["movement"]["dropped_moves"] for step in dear)
+    for step in dear:
+        left_out = any("not worth the wait" in note for note in step[0]["notes"])
+        assert left_out == (step[0]["movement"]["dropped_moves"] > 0)
+    assert all(step[0]["num_moved"] <= 6 and step[0]["max_moved"] == 0.25 for step in limited)
 
 
 @pytest.mark.distributed
-def test_a_time_budget_and_measured_prices() -> None:
-    steps = run_steps(2, 2, {"budget_s": 0.3}, measured=True)
-    late = [wave for facts in steps[1:] for wave in facts[0]["movement"]["waves"][1:]]
-    assert all(wave["predicted_gain_s"] > 0 for wave in late)
+def test_caps_of_late_moves() -> None:
+    caps = [0, 2, 0.0, 0.25]
+    runs = run_steps(2, 2, [{"budget_steps": 20000, "late_moves": cap} for cap in caps])
+    for cap, steps in zip(caps, runs, strict=True):
+        most = cap if isinstance(cap, int) else int(cap * 24)
+        assert all(sum(wave["moved_experts"]) <= most for wave in late_waves(steps))
 
 
 @pytest.mark.distributed
-def test_late_moves_that_do_not_pay_stay() -> None:
-    prices = {"seconds_per_cost_unit": 1e-9, "seconds_per_expert": 1.0}
-    steps = run_steps(4, 1, {"budget_steps": 20000, **prices})
-    assert all(len(facts[0]["movement"]["waves"]) == 1 for facts in steps)
-    dropped = [facts[0]["movement"]["dropped_moves"] for facts in steps]
-    assert any(dropped)
-    for facts, count in zip(steps, dropped, strict=True):
-        assert any("not worth the wait" in note for note in facts[0]["notes"]) == (count > 0)
-        assert facts[0]["max_moved"] is not None or not facts[0]["worse_than_seed"]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("cap", [0, 2, 0.0, 0.25])
-def test_caps_of_late_moves(cap: float) -> None:
-    most = cap if isinstance(cap, int) else int(cap * 24)
-    for facts in run_steps(2, 2, {"budget_steps": 20000, "late_moves": cap}):
-        late = facts[0]["movement"]["waves"][1:]
-        assert sum(sum(wave["moved_experts"]) for wave in late) <= most
-
-
-@pytest.mark.distributed
-def test_both_waves_together_respect_max_moved() -> None:
-    for facts in run_steps(4, 1, {"budget_steps": 20000, "constraints": {"max_moved": 0.25}}):
-        assert facts[0]["num_moved"] <= 6 and facts[0]["max_moved"] == 0.25
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "settings", [{"budget_steps": 10}, {"budget_steps": 10, "overlap": False}, {"budget_steps": 10, "planner": "every"}]
-)
-def test_a_window_that_cannot_be_planned_leaves_the_placement_whole(settings: dict[str, Any]) -> None:
-    results = run_ranks(f"{WORKERS}:impossible", 4, {"ep": 2, "shards": 2, "settings": settings})
-    for rank, result in enumerate(results):
-        own = rank == 0 or "planner" in settings
-        assert result["error"] == ("Infeasible" if own else "PlanningFailed"), result
-        assert "dummy sample" in result["message"] and result["whole"] and result["afterwards"]
+def test_a_window_that_cannot_be_planned_leaves_the_placement_whole() -> None:
+    runs = [{"budget_steps": 10, "overlap": False}, {"budget_steps": 10}, {"budget_steps": 10, "planner": "every"}]
+    for rank, results in enumerate(run_ranks(f"{WORKERS}:impossible", 4, {"ep": 2, "shards": 2, "runs": runs})):
+        for settings, result in zip(runs, results, strict=True):
+            own = rank == 0 or "planner" in settings
+            assert result["error"] == ("Infeasible" if own else "PlanningFailed"), result
+            assert "dummy sample" in result["message"] and result["whole"] and result["afterwards"]
 
 
 @pytest.mark.distributed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from movement_workers import EXPERTS, LAYERS, caught, make_mesh, same, tensors_of
@@ -12,9 +12,15 @@ from movement_workers import EXPERTS, LAYERS, caught, make_mesh, same, tensors_o
 from routepack_opt import Constraints, CostModel, Stage, Window
 from routepack_opt.integrations.torch_moe.slot_map import SlotMap
 from routepack_opt.integrations.torch_moe.waves import PlacementWaves, WaveSettings
+from routepack_opt.planner import warmup
+
+if TYPE_CHECKING:
+    from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
 
 CAP = 60
 COST = CostModel((Stage("full", 1.0, 0.5),))
+
+warmup()  # before the ranks are forked: kernels are loaded once and not by every rank
 
 
 def make_window(seed: int, num_samples: int = 24) -> Window:
@@ -26,12 +32,16 @@ def make_window(seed: int, num_samples: int = 24) -> Window:
     return Window(lengths, demand)
 
 
-def steps(ep: int, shards: int, settings: dict[str, Any], num_steps: int, measured: bool = False) -> dict[str, Any]:
-    """Several steps; the facts of each, by rank."""
+def steps(ep: int, shards: int, runs: list[dict[str, Any]], num_steps: int) -> list[dict[str, Any]]:
+    """Several steps under each of several settings; the facts of every step."""
     mesh = make_mesh(ep, shards)
+    return [_steps(mesh, dict(settings), num_steps) for settings in runs]
+
+
+def _steps(mesh: ParallelMesh, settings: dict[str, Any], num_steps: int) -> dict[str, Any]:
     start = np.tile(np.arange(EXPERTS), (LAYERS, 1))
     slot_map, entries = SlotMap(start), tensors_of(start, mesh)
-    limits = Constraints(**settings.pop("constraints", {}))
+    limits, measured = Constraints(**settings.pop("constraints", {})), settings.pop("measured", False)
     chosen = WaveSettings(token_cap=CAP, cost=COST, constraints=limits, chunk_bytes=300, timeout_s=20, **settings)
     waves = PlacementWaves(entries, slot_map, mesh, chosen)
     facts = []
@@ -42,7 +52,7 @@ def steps(ep: int, shards: int, settings: dict[str, Any], num_steps: int, measur
         plan.verify(window)
         if measured:
             waves.observe_step(plan, 0.5)
-        per_rank = EXPERTS // ep
+        per_rank = EXPERTS // mesh.num_ep
         moved = (plan.logical_to_slot // per_rank != before // per_rank).sum(axis=1)
         facts.append(
             {
@@ -60,16 +70,21 @@ def steps(ep: int, shards: int, settings: dict[str, Any], num_steps: int, measur
     return {"steps": facts, "version": slot_map.version}
 
 
-def impossible(ep: int, shards: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """A window that no layout fits, then one that some does."""
+def impossible(ep: int, shards: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A window that no layout fits, then one that some does, under each of several settings."""
     mesh = make_mesh(ep, shards)
-    start = np.tile(np.arange(EXPERTS), (LAYERS, 1))
-    slot_map, entries = SlotMap(start), tensors_of(start, mesh)
-    waves = PlacementWaves(entries, slot_map, mesh, WaveSettings(token_cap=CAP, cost=COST, timeout_s=20, **settings))
-    result = caught(lambda: waves.run(make_window(0, num_samples=2)))
-    result["whole"] = not slot_map.is_broken and same(entries, slot_map.logical_to_slot.numpy(), mesh)
-    waves.run(make_window(1))
-    return result | {"afterwards": same(entries, slot_map.logical_to_slot.numpy(), mesh)}
+    results = []
+    for settings in runs:
+        start = np.tile(np.arange(EXPERTS), (LAYERS, 1))
+        slot_map, entries = SlotMap(start), tensors_of(start, mesh)
+        waves = PlacementWaves(
+            entries, slot_map, mesh, WaveSettings(token_cap=CAP, cost=COST, timeout_s=20, **settings)
+        )
+        result = caught(lambda waves=waves: waves.run(make_window(0, num_samples=2)))
+        result["whole"] = not slot_map.is_broken and same(entries, slot_map.logical_to_slot.numpy(), mesh)
+        waves.run(make_window(1))
+        results.append(result | {"afterwards": same(entries, slot_map.logical_to_slot.numpy(), mesh)})
+    return results
 
 
 def different_windows(ep: int, shards: int) -> dict[str, Any]:
