@@ -41,6 +41,7 @@ def tensors(lengths, heads=4, kv_heads=2, head_dim=16, seed=0):
     return [torch.randn(sum(lengths), *n, head_dim, generator=generator).requires_grad_() for n in sizes]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("backend", ["batched", "flex"])
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -125,19 +126,55 @@ def test_flash_attention_is_called_as_its_interface_says(window, monkeypatch):
     torch.testing.assert_close(y, plain, atol=2e-6, rtol=2e-6)
 
 
+@pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize("window", [None, 4])
-def test_varlen_attention_of_torch_is_called_as_its_interface_says(window, monkeypatch):
+def test_varlen_attention_of_torch_is_called_as_its_interface_says(window, grouped, monkeypatch):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
 
-    def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size):
-        assert q.shape == k.shape == v.shape and window_size == ((-1 if window is None else window - 1), 0)
+    def kernel(q, k, v, cu_q, cu_k, max_q, max_k, window_size):
+        assert max_q == max_k == 9 and torch.equal(cu_q, cu_k) and cu_q.dtype == torch.int32
+        assert window_size == ((-1 if window is None else window - 1), 0)
         return _varlen_stand_in(q, k, v, window)(cu_q)
 
+    if grouped:
+
+        def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size=(-1, -1), enable_gqa=False):
+            assert enable_gqa
+            return kernel(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
+    else:
+
+        def varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size=(-1, -1)):
+            assert q.shape == k.shape == v.shape
+            return kernel(q, k, v, cu_q, cu_k, max_q, max_k, window_size)
+
+    pa._varlen_arguments.cache_clear()
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    q, k, v = tensors([4, 9])
-    y = pa.packed_attention(q, k, v, pa.PackedRows(borders_of([4, 9]), 13, backend="varlen"), window)
+    try:
+        q, k, v = tensors([4, 9])
+        y = pa.packed_attention(q, k, v, pa.PackedRows(borders_of([4, 9]), 13, backend="varlen"), window)
+    finally:
+        pa._varlen_arguments.cache_clear()
     plain = pa.packed_attention(q, k, v, pa.PackedRows(borders_of([4, 9]), 13), window)
     torch.testing.assert_close(y, plain, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["auto", "flash", "varlen", "flex"])
+@pytest.mark.parametrize("window", [None, 100])
+def test_every_backend_of_a_gpu_equals_float32(backend, window):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    if backend == "flash":
+        pytest.importorskip("flash_attn")
+    lengths = [700, 3, 512, 129, 900]
+    q, k, v = (x.detach() for x in tensors(lengths, head_dim=64))
+    expected = reference(q, k, v, lengths, window)
+    half = [x.to("cuda", torch.bfloat16).requires_grad_() for x in (q, k, v)]
+    rows = pa.PackedRows(borders_of(lengths).cuda(), sum(lengths), backend=backend)
+    y = pa.packed_attention(*half, rows, window)
+    assert (y.float().cpu() - expected.float()).abs().max() < 0.05
+    y.float().pow(2).sum().backward()
+    assert all(torch.isfinite(x.grad).all() and x.grad.any() for x in half)
 
 
 def test_rotary_scores_depend_on_distance_only():

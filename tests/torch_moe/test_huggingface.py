@@ -290,3 +290,48 @@ def test_export_refuses_a_family_that_lacks_a_feature_and_a_full_folder(tmp_path
     with pytest.raises(InvalidInput, match="exists already"):
         export_hf(model, tmp_path / "in")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("case", "shards"), [("qwen", [[3, 1], [0, 2]]), ("mixtral", [[2, 0, 3, 1]])])
+def test_load_permute_train_export_reload(case, shards, tmp_path):
+    """On 4 ranks: what transformers reloads is what the trainer holds, and what one process would have trained."""
+    import huggingface_workers as workers
+    from harness import run_ranks
+
+    kind, fields = CASES[case]
+    model = hf_model(kind, fields)
+    model.save_pretrained(tmp_path / "in")
+    kwargs = {"source": str(tmp_path / "in"), "target": str(tmp_path / "trained"), "shards": shards}
+    ranks = run_ranks("huggingface_workers:train_and_export", 4, kwargs, timeout_s=180)
+    workers.train_and_export(str(tmp_path / "in"), str(tmp_path / "alone"), permute=False)
+
+    first = [workers.window()[0]]
+    trained, alone = (
+        hf_logits(getattr(transformers, f"{kind}ForCausalLM").from_pretrained(tmp_path / name).eval(), first)
+        for name in ("trained", "alone")
+    )
+    for rank in ranks:
+        torch.testing.assert_close(trained, torch.tensor(rank["logits"]), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(trained, alone, atol=1e-4, rtol=1e-4)
+    assert (trained - hf_logits(model, first)).abs().max() > 1e-2  # it did train
+
+
+@pytest.mark.parametrize("case", ["qwen", "mixtral", "dots"])
+def test_one_step_of_training_equals_transformers(case, tmp_path):
+    kind, fields = CASES[case]
+    theirs = hf_model(kind, fields)
+    theirs.save_pretrained(tmp_path / "in")
+    ours = loaded(tmp_path / "in", permuted(config_from_hf(tmp_path / "in")))
+    parts = sequences()
+    borders = torch.tensor([0] + [len(p) for p in parts]).cumsum(0).to(torch.int32)
+    losses = [
+        ours(torch.cat(parts), borders, tape=RouteTape.off()).log_softmax(-1)[:, 0].sum(),
+        sum(theirs(part[None]).logits[0].log_softmax(-1)[:, 0].sum() for part in parts),
+    ]
+    for model, loss in zip((ours, theirs), losses, strict=True):
+        loss.backward()
+        torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    export_hf(ours, tmp_path / "out")
+    again = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    torch.testing.assert_close(hf_logits(again, parts), hf_logits(theirs, parts), atol=2e-5, rtol=2e-5)

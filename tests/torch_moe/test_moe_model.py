@@ -237,3 +237,11 @@ def test_experts_that_do_not_split_are_refused():
     mesh = ParallelMesh(Topology(dp=3, ep=3, shards=1), 0, 0, 0, torch.device("cpu"))
     with pytest.raises(InvalidInput, match="8 experts do not split over 3 EP ranks"):
         build_model(MoEConfig(**PLAIN), mesh)
+
+
+@pytest.mark.distributed
+def test_recomputation_on_four_ranks_with_empty_rows():
+    from harness import run_ranks
+
+    gaps = run_ranks("recompute_workers:largest_gradient_gap", 4, timeout_s=180)
+    assert max(gaps) < 1e-4

@@ -24,7 +24,7 @@ from routepack_opt.integrations.torch_moe.hf_names import (
     to_family,
     to_logical,
 )
-from routepack_opt.integrations.torch_moe.mesh import all_gather_equal, barrier
+from routepack_opt.integrations.torch_moe.mesh import all_gather_equal, all_reduce_, barrier
 
 if TYPE_CHECKING:
     import os
@@ -173,11 +173,15 @@ def export_hf(
     family = family_of(model.config) if family is None else family
     values = config_to_hf(model.config, family, dtype=str(next(model.parameters()).dtype).removeprefix("torch."))
     mesh = model.mesh
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    writes = mesh is None or mesh.rank == 0
+    full = writes and target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if mesh is not None:  # together: a rank that refused alone would leave the others waiting in a gather
+        full = bool(all_reduce_(torch.tensor(float(full), device=mesh.device), mesh.dp_group))
+    if full:
         raise InvalidInput(f"{target}: exists already; expected a new or an empty folder")
-    if mesh is None or mesh.rank == 0:
+    if writes:
         _write_folder(logical_tensors(model), target, family, values, max_file_bytes)
-    elif mesh.rank in mesh.topology.shards[int(mesh.topology.shard_of_rank[0])]:
+    elif mesh is not None and mesh.rank in mesh.topology.shards[int(mesh.topology.shard_of_rank[0])]:
         for _ in logical_tensors(model):  # takes part in the gathers
             pass
     if mesh is not None:

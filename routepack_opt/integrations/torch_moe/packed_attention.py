@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import itertools
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -53,7 +54,7 @@ class PackedRows:
         """S."""
         return len(self.lengths)
 
-    @property
+    @cached_property
     def is_decode(self) -> bool:
         """Whether every sequence has past tokens in a cache (and therefore one new one)."""
         return self.past is not None and any(self.past)
@@ -76,7 +77,7 @@ class PackedRows:
             return torch.tensor(self.past, dtype=torch.long, device=device)
         return torch.arange(self.num_tokens, device=device) - self.cu_seqlens_S1.long()[self.sequence_T]
 
-    @property
+    @cached_property
     def num_positions(self) -> int:
         """One more than the largest position."""
         return self.longest + (max(self.past, default=0) if self.past is not None else 0)
@@ -171,7 +172,7 @@ def choose_backend(q_TQh: Tensor, rows: PackedRows) -> Backend:
     if q_TQh.dtype in (torch.bfloat16, torch.float16):
         if _is_installed("flash_attn"):
             return "flash"
-        if _is_installed("torch.nn.attention.varlen"):
+        if "window_size" in _varlen_arguments():
             return "varlen"
     head_dim = q_TQh.shape[-1]
     if rows.num_tokens >= _FLEX_MIN_TOKENS and head_dim >= 16 and head_dim & (head_dim - 1) == 0:
@@ -187,6 +188,15 @@ def _is_installed(module: str) -> bool:
         return False
 
 
+@cache
+def _varlen_arguments() -> frozenset[str]:
+    """Argument names of torch's own variable-length attention, which differ between releases; empty without it."""
+    if not _is_installed("torch.nn.attention.varlen"):
+        return frozenset()
+    varlen = importlib.import_module("torch.nn.attention.varlen")
+    return frozenset(inspect.signature(varlen.varlen_attn).parameters)
+
+
 def _flash(q_TQh: Tensor, k_TGh: Tensor, v_TGh: Tensor, rows: PackedRows, window: int | None) -> Tensor:
     borders = rows.cu_seqlens_S1.to(torch.int32)
     left = -1 if window is None else window - 1
@@ -198,10 +208,15 @@ def _varlen(q_TQh: Tensor, k_TGh: Tensor, v_TGh: Tensor, rows: PackedRows, windo
     from torch.nn.attention.varlen import varlen_attn
 
     borders = rows.cu_seqlens_S1.to(torch.int32)
-    if q_TQh.shape[1] != k_TGh.shape[1]:  # the first releases take no grouped heads
-        k_TGh, v_TGh = (x.repeat_interleave(q_TQh.shape[1] // x.shape[1], dim=1) for x in (k_TGh, v_TGh))
+    heads: dict[str, bool] = {}
+    if q_TQh.shape[1] != k_TGh.shape[1]:
+        if "enable_gqa" in _varlen_arguments():
+            heads["enable_gqa"] = True
+        else:
+            k_TGh, v_TGh = (x.repeat_interleave(q_TQh.shape[1] // x.shape[1], dim=1) for x in (k_TGh, v_TGh))
     left = -1 if window is None else window - 1
-    return varlen_attn(q_TQh, k_TGh, v_TGh, borders, borders, rows.longest, rows.longest, window_size=(left, 0))
+    sizes = (rows.longest, rows.longest)
+    return varlen_attn(q_TQh, k_TGh, v_TGh, borders, borders, *sizes, window_size=(left, 0), **heads)
 
 
 @cache
