@@ -69,12 +69,17 @@ class TorchTimer:
         self._experts: dict[int, _ExpertRunner] = {}
 
     def time_s(self, kernel: Kernel) -> float:
-        """Seconds of one run: CUDA events on a GPU, the wall clock elsewhere."""
+        """Seconds of one run.
+
+        CUDA events on a GPU. On a CPU with one thread that thread's own CPU time, so that other programs are not
+        counted; with more threads the wall clock.
+        """
         run = self._runner(kernel)
         if self.device.type != "cuda":
-            start = time.perf_counter()
+            clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+            start = clock()
             run()
-            return time.perf_counter() - start
+            return clock() - start
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(_SPIN_CYCLES)
         begin.record()
@@ -202,4 +207,5 @@ def device_name(device: torch.device) -> str:
     """What a table should call it."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU, " + ("1 thread (its CPU time)" if threads == 1 else f"{threads} threads")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from step_time_cases import small_plan, small_shape, small_window
 
@@ -12,9 +14,8 @@ from routepack_opt.simulation.replay import replay
 from routepack_opt.simulation.work import AttentionKernel, ExpertKernel
 
 torch = pytest.importorskip("torch")
-from typing import TYPE_CHECKING
 
-from routepack_opt.simulation.torch_kernels import TorchTimer, device_name
+from routepack_opt.simulation.torch_kernels import TorchTimer, device_name  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
