@@ -72,6 +72,11 @@ def against_one_process(
     }
 
 
+def many(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Several comparisons in one set of processes."""
+    return {name: against_one_process(**kwargs) for name, kwargs in cases.items()}
+
+
 def uneven_rows() -> str:
     """Ranks that disagree on the number of rows all refuse."""
     mesh = make_mesh(2, 1)

@@ -5,8 +5,7 @@ Every function returns JSON. Logical state is gathered to every rank, so rank 0 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +19,9 @@ from routepack_opt.integrations.torch_moe.optimizer import MoEAdamW
 from routepack_opt.integrations.torch_moe.samples import PackedRow, TrainSample
 from routepack_opt.integrations.torch_moe.slot_map import SlotMap
 from routepack_opt.integrations.torch_moe.slot_tensors import expert_slot_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 CONFIG = MoEConfig(
     vocab_size=48, hidden_size=32, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, num_experts=8, top_k=2,
@@ -109,7 +111,8 @@ def logical_state(model: Any, optimizer: MoEAdamW, mesh: ParallelMesh) -> dict[s
 def deviations(mine: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Largest difference by kind of tensor, relative to the largest entry of its tensor, and where that is.
 
-    "<kind> rms" is the norm of all differences over that of all entries: for low precision, where single entries say little (Adam makes a step of full size of a gradient that is only rounding).
+    "<kind> rms" is the norm of all differences over that of all entries: for low precision, where single entries say
+    little (Adam makes a step of full size of a gradient that is only rounding).
     """
     assert mine.keys() == reference.keys()
     worst: dict[str, Any] = {"weight": 0.0, "master": 0.0, "exp_avg": 0.0, "exp_avg_sq": 0.0}
