@@ -123,6 +123,21 @@ def test_stored_tensors_carry_hugging_face_names_and_rows(tmp_path: Path) -> Non
     )
 
 
+def test_checkpoint_exports_to_hugging_face_names(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    from routepack_opt.integrations.torch_moe.huggingface import export_hf, load_hf
+
+    config = small_config(router="softmax", shared_size=0, qk_norm=True)
+    trained = Job(1, config=config, placement=random_placement(config, 3))
+    trained.fill_by_name()
+    loaded = Job(1, config=config, seed=4)
+    _load(loaded, _save(trained, tmp_path / "run"), placement=random_placement(config, 8))
+    export_hf(loaded.model, tmp_path / "hf")
+    back = Job(1, config=config, seed=5)
+    load_hf(back.model, tmp_path / "hf")
+    assert [name for name in back.wrong_names() if "exp_avg" not in name] == []
+
+
 # ---- which checkpoints exist ----
 
 
@@ -299,6 +314,29 @@ def test_damage_is_named_and_changes_nothing(saved: Path, damage: str) -> None:
         _load(job, saved)
     assert all(torch.equal(old, piece.entries) for old, piece in zip(before, job.pieces(), strict=True))
     assert job.slot_map.version == 0 and job.optimizer.steps == 0
+
+
+@pytest.mark.parametrize("name", ["manifest.json", _FILE])
+def test_random_damage_ends_in_one_line_or_is_harmless(saved: Path, name: str) -> None:
+    """Bytes of manifest or header flipped, cut, doubled: refused as FormatError, never another error."""
+    rng = np.random.default_rng(0)
+    whole = (saved / name).read_bytes()
+    end = len(whole) if name == "manifest.json" else 8 + int.from_bytes(whole[:8], "little")
+    job, refused = Job(1), 0
+    for _ in range(100):
+        at, length = int(rng.integers(end)), int(rng.integers(1, 9))
+        kind = int(rng.integers(3))
+        middle = (bytes(rng.integers(0, 256, length, dtype=np.uint8)), b"", whole[at : at + length] * 2)[kind]
+        (saved / name).write_bytes(whole[:at] + middle + whole[at + length :])
+        try:
+            _load(job, saved)
+        except FormatError as error:
+            refused += 1
+            assert str(saved) in str(error) and "\n" not in str(error) and len(str(error)) < 1000
+    assert refused > 80
+    (saved / name).write_bytes(whole)
+    _load(job, saved)
+    assert job.wrong_names() == []
 
 
 def test_damage_found_while_reading_poisons(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
