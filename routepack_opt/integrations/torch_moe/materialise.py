@@ -34,6 +34,7 @@ from routepack_opt.integrations.torch_moe.transfer_plan import (
     TARGET,
     TARGET_SLOT,
     Chunk,
+    Piece,
     SlotBytes,
     TransferPlan,
     check_placement,
@@ -62,7 +63,7 @@ class _Move:
     """One rank's part of a change of placement, ready to run."""
 
     plan: TransferPlan
-    rows: list[list[torch.Tensor]]  # rows[tensor][slot] -> its bytes, uint8 views of the live storage
+    rows: list[torch.Tensor]  # uint8 [H, bytes of a slot] of every tensor, views of the live storage
     staging: torch.Tensor
     new_slots: NDArray[np.int64]
 
@@ -159,8 +160,8 @@ def _prepare(
         num_slots = old.shape[1] // mesh.num_ep
         rows = [_slot_bytes(entry, num_slots, mesh.device) for entry in slot_tensors]
         sizes = [
-            SlotBytes(int(entry.moe_layer), int(views[0].numel()), int(entry.tensor.element_size()))
-            for entry, views in zip(slot_tensors, rows, strict=True)
+            SlotBytes(int(entry.moe_layer), int(view.shape[1]), int(entry.tensor.element_size()))
+            for entry, view in zip(slot_tensors, rows, strict=True)
         ]
         plan = plan_transfers(old, new, mesh.num_ep, sizes, chunk_bytes=chunk_bytes)
         size = int(plan.staging_bytes[mesh.ep_rank])
@@ -169,8 +170,8 @@ def _prepare(
         return None, error
 
 
-def _slot_bytes(entry: Any, num_slots: int, device: torch.device) -> list[torch.Tensor]:
-    """The bytes of every slot of one tensor, as views."""
+def _slot_bytes(entry: Any, num_slots: int, device: torch.device) -> torch.Tensor:
+    """uint8 [H, bytes], a view of one tensor."""
     tensor = entry.tensor.detach()
     if tensor.ndim < 1 or tensor.shape[0] != num_slots:
         raise InvalidInput(f"slot_tensors: {entry.name}: shape {tuple(tensor.shape)}, expected {num_slots} slots first")
@@ -178,7 +179,7 @@ def _slot_bytes(entry: Any, num_slots: int, device: torch.device) -> list[torch.
         raise InvalidInput(f"slot_tensors: {entry.name}: not contiguous; slots cannot be moved in place")
     if tensor.device.type != device.type:
         raise InvalidInput(f"slot_tensors: {entry.name}: lives on {tensor.device}, the job communicates on {device}")
-    return list(tensor.view(num_slots, tensor.numel() // num_slots).view(torch.uint8))
+    return tensor.view(num_slots, tensor.numel() // num_slots).view(torch.uint8)
 
 
 def _agree(
@@ -233,9 +234,15 @@ def _run(
     failure: Exception | None = None
     done = 0
     for chunk in move.plan.chunks:
-        landings = _stage_copies(move, chunk, mesh.ep_rank)
+        pieces = _pieces_by_layer(chunk)
+        landings = _stage_copies(move, chunk.copies, pieces, mesh.ep_rank)
         for transfers in chunk.rounds:
-            landings += _round(move, chunk, transfers, mesh, timeout_s, counter, landings)
+            operations, arriving = _round(move, transfers, pieces, mesh, landings)
+            counter.sent += sum(o.tensor.numel() * o.tensor.element_size() for o in operations if o.op is dist.isend)
+            if operations:
+                works = dist.batch_isend_irecv(operations)
+                wait_all(works, time.monotonic() + timeout_s, f"rank {mesh.rank} moving experts")
+            landings += arriving
             done += 1
             if on_round is not None and failure is None:
                 try:
@@ -251,14 +258,11 @@ def _run(
 _Landings = list[tuple[torch.Tensor, torch.Tensor]]  # (bytes of a slot, what goes there)
 
 
-def _stage_copies(move: _Move, chunk: Chunk, ep_rank: int) -> _Landings:
-    landings: _Landings = []
-    for row in chunk.copies[chunk.copies[:, SOURCE] == ep_rank].tolist():
-        for piece in (p for p in chunk.pieces if p.moe_layer == row[LAYER]):
-            staged = _room(move, landings, piece.num_bytes)
-            staged.copy_(move.rows[piece.tensor][row[SOURCE_SLOT]][piece.low : piece.high])
-            landings.append((move.rows[piece.tensor][row[TARGET_SLOT]][piece.low : piece.high], staged))
-    return landings
+def _pieces_by_layer(chunk: Chunk) -> dict[int, list[Piece]]:
+    pieces: dict[int, list[Piece]] = {}
+    for piece in chunk.pieces:
+        pieces.setdefault(piece.moe_layer, []).append(piece)
+    return pieces
 
 
 def _room(move: _Move, landings: _Landings, num_bytes: int) -> torch.Tensor:
@@ -266,35 +270,39 @@ def _room(move: _Move, landings: _Landings, num_bytes: int) -> torch.Tensor:
     return move.staging[start : start + num_bytes]
 
 
+def _stage_copies(move: _Move, copies: NDArray[np.int64], pieces: dict[int, list[Piece]], ep_rank: int) -> _Landings:
+    landings: _Landings = []
+    for row in copies[copies[:, SOURCE] == ep_rank].tolist():
+        for piece in pieces[row[LAYER]]:
+            view, part = move.rows[piece.tensor], slice(piece.low, piece.high)
+            staged = _room(move, landings, piece.num_bytes)
+            staged.copy_(view[row[SOURCE_SLOT], part])
+            landings.append((view[row[TARGET_SLOT], part], staged))
+    return landings
+
+
 def _round(
     move: _Move,
-    chunk: Chunk,
     transfers: NDArray[np.int64],
+    pieces: dict[int, list[Piece]],
     mesh: ParallelMesh,
-    timeout_s: float,
-    counter: _Counter,
     landings: _Landings,
-) -> _Landings:
-    """Send and receive one expert at most, straight from its slot and into staging."""
+) -> tuple[list[dist.P2POp], _Landings]:
+    """One expert at most leaves, straight from its slot, and one arrives in staging."""
     operations, arrived = [], list(landings)
-    for row in transfers.tolist():
-        if mesh.ep_rank not in (row[SOURCE], row[TARGET]):
-            continue
-        for piece in (p for p in chunk.pieces if p.moe_layer == row[LAYER]):
+    mine = (transfers[:, SOURCE] == mesh.ep_rank) | (transfers[:, TARGET] == mesh.ep_rank)
+    for row in transfers[mine].tolist():
+        for piece in pieces[row[LAYER]]:
+            view, part = move.rows[piece.tensor], slice(piece.low, piece.high)
             if row[SOURCE] == mesh.ep_rank:
-                leaving = move.rows[piece.tensor][row[SOURCE_SLOT]][piece.low : piece.high]
                 peer = mesh.ep_members[row[TARGET]]
-                operations.append(dist.P2POp(dist.isend, leaving, peer, group=mesh.ep_group))
-                counter.sent += leaving.numel() * leaving.element_size()
+                operations.append(dist.P2POp(dist.isend, view[row[SOURCE_SLOT], part], peer, group=mesh.ep_group))
             else:
                 staged = _room(move, arrived, piece.num_bytes)
                 peer = mesh.ep_members[row[SOURCE]]
                 operations.append(dist.P2POp(dist.irecv, staged, peer, group=mesh.ep_group))
-                arrived.append((move.rows[piece.tensor][row[TARGET_SLOT]][piece.low : piece.high], staged))
-    if operations:
-        works = dist.batch_isend_irecv(operations)
-        wait_all(works, time.monotonic() + timeout_s, f"rank {mesh.rank} moving experts")
-    return arrived[len(landings) :]
+                arrived.append((view[row[TARGET_SLOT], part], staged))
+    return operations, arrived[len(landings) :]
 
 
 def _confirm(
