@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -150,6 +151,18 @@ def test_export_in_several_files_with_an_index(tmp_path):
     )
 
 
+def test_bf16_weights_travel_unchanged(tmp_path):
+    model = hf_model(*CASES["qwen"]).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "in")
+    config = config_from_hf(tmp_path / "in")
+    ours = build_model(config, ParallelMesh.single(), slot_map=permuted(config), dtype=torch.bfloat16, seed=None)
+    load_hf(ours, tmp_path / "in")
+    export_hf(ours, tmp_path / "out")
+    again = transformers.Qwen3MoeForCausalLM.from_pretrained(tmp_path / "out")
+    assert again.dtype == torch.bfloat16
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 @pytest.mark.parametrize("case", ["qwen", "mixtral"])
 def test_apply_then_invert_a_placement_is_the_identity(case, tmp_path):
     hf_model(*CASES[case]).save_pretrained(tmp_path)
@@ -219,6 +232,15 @@ def test_missing_unknown_and_ill_shaped_tensors_are_refused(folder):
             loaded(folder)
         assert str(folder) in str(error.value) and all(word in str(error.value) for word in words)
         assert "\n" not in str(error.value)
+
+
+def test_weights_of_another_configuration_are_refused(folder):
+    config = dataclasses.replace(config_from_hf(folder), rope_theta=5.0)
+    model = build_model(config, ParallelMesh.single(), seed=None)
+    with pytest.raises(FormatError, match=r"config\.json: rope_theta is 1000\.0, the model has 5\.0"):
+        load_hf(model, folder)
+    (folder / "config.json").unlink()
+    load_hf(model, folder)
 
 
 def test_files_that_are_no_safetensors_are_refused(folder):

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class RotaryTable(nn.Module):
-    """cos and sin of every position seen so far, float32; grows by doubling."""
+    """cos and signed sin of every position seen so far, float32; grows by doubling.
+
+    sin carries the minus of the first half, which saves a kernel in every layer.
+    """
 
     def __init__(self, head_dim: int, theta: float, *, device: torch.device | str = "cpu") -> None:
         """Frequencies theta^(-2i/h) of the half-split layout (first half with second half)."""
@@ -29,20 +32,20 @@ class RotaryTable(nn.Module):
         self._cos = self._sin = torch.empty(0, head_dim, device=device)
 
     def forward(self, positions_T: Tensor, num_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [T, 1, h] of positions below ``num_positions``."""
+        """(cos, signed sin) [T, 1, h] of positions below ``num_positions``."""
         if num_positions > self._cos.shape[0]:
             size = max(256, 1 << (num_positions - 1).bit_length())
             frequency = self.inverse_frequency
             angles = torch.outer(torch.arange(size, dtype=torch.float32, device=frequency.device), frequency)
-            angles = torch.cat((angles, angles), dim=-1)
-            self._cos, self._sin = angles.cos(), angles.sin()
+            cos, sin = angles.cos(), angles.sin()
+            self._cos, self._sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
         return self._cos[positions_T].unsqueeze(1).to(dtype), self._sin[positions_T].unsqueeze(1).to(dtype)
 
 
 def rotate(x_TQh: Tensor, cos_T1h: Tensor, sin_T1h: Tensor) -> Tensor:
     """Rotary embedding of every head."""
     first, second = x_TQh.chunk(2, dim=-1)
-    return x_TQh * cos_T1h + torch.cat((-second, first), dim=-1) * sin_T1h
+    return torch.addcmul(x_TQh * cos_T1h, torch.cat((second, first), dim=-1), sin_T1h)
 
 
 class Attention(nn.Module):

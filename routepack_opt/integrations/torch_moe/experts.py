@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # One more slot in the loop costs as much as this many padded rows x D x I (measured on CPUs).
 _SLOT_COST = 16_000
+_FEW_ROWS = 64  # rows per slot up to which calls, not products, are what takes time
 
 
 class ExpertSlots(nn.Module):
@@ -54,7 +55,8 @@ class ExpertSlots(nn.Module):
             return self._grouped(x_ND, torch.as_tensor(counts_H, device=x_ND.device))
         counts = counts_H.tolist() if isinstance(counts_H, Tensor) else list(counts_H)
         padding = len(counts) * max(counts) - x_ND.shape[0]
-        if x_ND.shape[0] and padding * x_ND.shape[1] * self.down.shape[2] < _SLOT_COST * len(counts):
+        few = 0 < x_ND.shape[0] <= _FEW_ROWS * len(counts)
+        if few and padding * x_ND.shape[1] * self.down.shape[2] < _SLOT_COST * len(counts):
             return self._padded(x_ND, counts)
         return self._loop(x_ND, counts)
 
@@ -62,7 +64,10 @@ class ExpertSlots(nn.Module):
         ends_H = torch.cumsum(counts_H, 0).to(torch.int32)
         gate_up_N2I = torch._grouped_mm(x_ND, self.gate_up.transpose(1, 2), offs=ends_H)
         gate_NI, up_NI = gate_up_N2I.chunk(2, dim=-1)
-        return torch._grouped_mm(F.silu(gate_NI) * up_NI, self.down.transpose(1, 2), offs=ends_H)
+        y_ND = torch._grouped_mm(F.silu(gate_NI) * up_NI, self.down.transpose(1, 2), offs=ends_H)
+        if y_ND.requires_grad:
+            y_ND.register_hook(torch.Tensor.contiguous)  # its backward refuses expanded gradients, as sum() sends
+        return y_ND
 
     def _padded(self, x_ND: Tensor, counts: list[int]) -> Tensor:
         """Few rows (decoding): all slots in one batched product."""

@@ -242,12 +242,13 @@ def config_to_hf(config: MoEConfig, family: Family | None = None, *, dtype: str 
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "num_experts_per_tok": config.top_k,
-        # both spellings: transformers 5 reads the table, 4 the plain field
+        # both spellings: transformers 5 reads the table (and dtype), 4 the plain field (and torch_dtype)
         "rope_theta": config.rope_theta,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": config.max_positions,
+        "dtype": dtype,
         "torch_dtype": dtype,
     }
     if family == "mixtral":

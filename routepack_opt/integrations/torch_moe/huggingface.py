@@ -110,9 +110,10 @@ def load_hf(model: MoETransformer, folder: str | os.PathLike[str]) -> None:
     ------
     FormatError
         A tensor is missing, unknown, ill-shaped or no floating-point tensor; names file and tensor. The model is then
-        partly filled and must not be used.
+        partly filled and must not be used. Or a ``config.json`` in the folder describes another model; names the field.
     """
     source = _Folder(file_path(folder))
+    _refuse_other_model(model, source.folder)
     _refuse_unknown(model, source)
     for name, tensor in dense_tensors(model):
         tensor.copy_(source.read(name, tuple(tensor.shape)))
@@ -129,6 +130,16 @@ def load_hf(model: MoETransformer, folder: str | os.PathLike[str]) -> None:
             for matrix, target in zip(MATRICES, (*experts.gate_up[slot].chunk(2), experts.down[slot]), strict=True):
                 name_of = ExpertName(layer, expert, matrix)
                 target.copy_(source.read(str(name_of), name_of.shape(model)))
+
+
+def _refuse_other_model(model: MoETransformer, folder: Path) -> None:
+    """Shapes alone do not tell whether top-k is normalised or which base the rotary embedding has."""
+    if not (folder / "config.json").exists():
+        return
+    stored, own = config_from_hf(folder).to_dict(), model.config.to_dict()
+    for name in own:
+        if stored[name] != own[name] and name != "max_positions":
+            raise FormatError(f"{folder / 'config.json'}: {name} is {stored[name]!r}, the model has {own[name]!r}")
 
 
 def _refuse_unknown(model: MoETransformer, source: _Folder) -> None:
