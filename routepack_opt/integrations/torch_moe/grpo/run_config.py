@@ -62,8 +62,8 @@ class TaskSection:
     """Problems, and the supervised steps before reinforcement learning starts."""
 
     min_terms: int = key(1, "fewest numbers of a sum", low=1)
-    max_terms: int = key(4, "most numbers of a sum", low=1)
-    max_term: int = key(5, "largest number; they start at 0", low=0)
+    max_terms: int = key(3, "most numbers of a sum", low=1)
+    max_term: int = key(4, "largest number; they start at 0", low=0)
     partial_credit: float = key(0.0, "reward of a right beginning, times its share of the answer", low=0, high=0.99)
     warm_start_steps: int = key(0, "supervised steps that teach the form of an answer", low=0)
     warm_start_batch: int = key(128, "problems of such a step, over all ranks", low=1)

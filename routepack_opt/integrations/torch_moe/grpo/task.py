@@ -49,8 +49,8 @@ class ArithmeticTask:
     """
 
     min_terms: int = 1
-    max_terms: int = 4
-    max_term: int = 5
+    max_terms: int = 3
+    max_term: int = 4
     partial_credit: float = 0.0
 
     def __post_init__(self) -> None:
