@@ -140,12 +140,17 @@ class Layout:
             mask[tier, chiplet] = False
         return np.asarray(mask)
 
-    def why_not_remove(self, layer: int, expert: int, tier: int, chiplet: int, *, window: int | None = None) -> str:
-        """Why a replica may not leave; empty when it may. With ``window`` A_min counts too."""
+    def why_not_remove(
+        self, layer: int, expert: int, tier: int, chiplet: int, *, window: int | None = None, replaced: bool = False
+    ) -> str:
+        """Why a replica may not leave; empty when it may.
+
+        With ``window`` A_min counts too; ``replaced``: another copy takes its place, even if it is the last.
+        """
         slot = self.find(layer, expert, tier, chiplet)
         if slot < 0:
             return f"no replica at tier {tier}, chiplet {chiplet}"
-        if self.count[layer, expert] <= 1:
+        if self.count[layer, expert] <= 1 and not replaced:
             return "the last copy stays"
         if window is not None:
             age, least = window - int(self.since[layer, expert, slot]), self.scene.hardware.package.rules

@@ -96,6 +96,13 @@ class StageModel:
         )  # fmt: skip
         return StageResult(stages, times, slots, state)
 
+    def without_migration(self, base: StageResult) -> float:
+        """Routed time of an evaluated window had nothing been migrated."""
+        zeros = np.zeros_like(base.state.migration_links), np.zeros_like(base.state.migration_regions)
+        state = base.state._replace(migration_links=zeros[0], migration_regions=zeros[1])
+        stages = np.empty(len(STAGES))
+        return float(sum(stage_kernels.layer_stages(self.tables, state, k, stages) for k in range(len(base.layer_s))))
+
     def score_edits(
         self,
         layout: Layout,
@@ -142,6 +149,7 @@ def stage_tables(scene: Scene) -> StageTables:
         route_latency=hardware.route_latency_s,
         route_inverse=hardware.route_inverse_bandwidth,
         link_bandwidth=hardware.link_bandwidth,
+        link_latency=hardware.link_latency_s,
         chiplet_ops=hardware.chiplet_ops,
         region_bandwidth=hardware.region_bandwidth,
         region_latency=hardware.region_latency_s,
@@ -170,3 +178,4 @@ def warmup() -> None:
     base = model.evaluate(layout, demand, assign(model.tables, layout, demand, FAST))
     one = np.zeros(1, dtype=np.int64)
     model.score_edits(layout, demand, base, one, one, layout.tier[0, :1], layout.chiplet[0, :1])
+    model.without_migration(base)

@@ -28,6 +28,7 @@ class StageTables(NamedTuple):
     route_latency: NDArray[np.float64]
     route_inverse: NDArray[np.float64]
     link_bandwidth: NDArray[np.float64]
+    link_latency: NDArray[np.float64]
     chiplet_ops: NDArray[np.float64]
     region_bandwidth: NDArray[np.float64]
     region_latency: NDArray[np.float64]
