@@ -13,39 +13,29 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from routepack_opt.errors import InvalidInput, RoutePackError
 from routepack_opt.integrations.torch_moe.agreement import (
     MovementFailed,
     PlacementDisagreement,
     gather_records,
-    wait_all,
 )
 from routepack_opt.integrations.torch_moe.movement_report import MovementReport
 from routepack_opt.integrations.torch_moe.transfer_plan import (
-    LAYER,
-    SOURCE,
-    SOURCE_SLOT,
-    TARGET,
-    TARGET_SLOT,
-    Chunk,
-    Piece,
     SlotBytes,
     TransferPlan,
     check_placement,
     plan_transfers,
 )
+from routepack_opt.integrations.torch_moe.transport import Counter, Move, move_experts, slot_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import numpy as np
-    from numpy.typing import ArrayLike, NDArray
+    from numpy.typing import ArrayLike
 
     from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
     from routepack_opt.integrations.torch_moe.slot_map import SlotMap
@@ -56,23 +46,6 @@ DEFAULT_CHUNK_BYTES = 64 << 20
 _FIELDS = ("standing version", "next version", "chunk_bytes", "standing placement", "placement", "slot tensors")
 _BALLOT = struct.Struct("<?qqq32s32s32s160s")  # fit to go on, the fields in their order, what is wrong
 _RESULT = struct.Struct("<?dqq160s")  # all well, seconds, bytes sent, staging bytes, what went wrong
-
-
-@dataclass(frozen=True)
-class _Move:
-    """One rank's part of a change of placement, ready to run."""
-
-    plan: TransferPlan
-    rows: list[torch.Tensor]  # uint8 [H, bytes of a slot] of every tensor, views of the live storage
-    staging: torch.Tensor
-    new_slots: NDArray[np.int64]
-
-
-class _Counter:
-    """Bytes handed to the transport by this rank."""
-
-    def __init__(self) -> None:
-        self.sent = 0
 
 
 @torch.no_grad()
@@ -125,9 +98,9 @@ def materialise(
         slot_map.poison(str(error))
         raise
     assert move is not None
-    counter, failure = _Counter(), None
+    counter, failure = Counter(), None
     try:
-        _run(move, mesh, timeout_s, on_round, counter)
+        move_experts(move, mesh, timeout_s, on_round, counter)
     except Exception as error:
         failure = error
     except BaseException:
@@ -146,7 +119,7 @@ def _prepare(
     mesh: ParallelMesh,
     version: int,
     chunk_bytes: int,
-) -> tuple[_Move | None, Exception | None]:
+) -> tuple[Move | None, Exception | None]:
     """Plan, take views, allocate: all that can fail on one rank alone happens before any rank moves anything."""
     try:
         if version != slot_map.version + 1:
@@ -158,34 +131,22 @@ def _prepare(
         if new.shape != old.shape:
             raise InvalidInput(f"new_logical_to_slot: shape {new.shape}, expected {old.shape}")
         num_slots = old.shape[1] // mesh.num_ep
-        rows = [_slot_bytes(entry, num_slots, mesh.device) for entry in slot_tensors]
+        rows = [slot_bytes(entry, num_slots, mesh.device) for entry in slot_tensors]
         sizes = [
             SlotBytes(int(entry.moe_layer), int(view.shape[1]), int(entry.tensor.element_size()))
             for entry, view in zip(slot_tensors, rows, strict=True)
         ]
         plan = plan_transfers(old, new, mesh.num_ep, sizes, chunk_bytes=chunk_bytes)
         size = int(plan.staging_bytes[mesh.ep_rank])
-        return _Move(plan, rows, torch.empty(size, dtype=torch.uint8, device=mesh.device), new), None
+        return Move(plan, rows, torch.empty(size, dtype=torch.uint8, device=mesh.device), new), None
     except Exception as error:  # told to the other ranks, then raised
         return None, error
-
-
-def _slot_bytes(entry: Any, num_slots: int, device: torch.device) -> torch.Tensor:
-    """uint8 [H, bytes], a view of one tensor."""
-    tensor = entry.tensor.detach()
-    if tensor.ndim < 1 or tensor.shape[0] != num_slots:
-        raise InvalidInput(f"slot_tensors: {entry.name}: shape {tuple(tensor.shape)}, expected {num_slots} slots first")
-    if not tensor.is_contiguous():
-        raise InvalidInput(f"slot_tensors: {entry.name}: not contiguous; slots cannot be moved in place")
-    if tensor.device.type != device.type:
-        raise InvalidInput(f"slot_tensors: {entry.name}: lives on {tensor.device}, the job communicates on {device}")
-    return tensor.view(num_slots, tensor.numel() // num_slots).view(torch.uint8)
 
 
 def _agree(
     slot_tensors: Sequence[Any],
     slot_map: SlotMap,
-    move: _Move | None,
+    move: Move | None,
     refusal: Exception | None,
     mesh: ParallelMesh,
     version: int,
@@ -224,94 +185,13 @@ def _agree(
             )
 
 
-def _run(
-    move: _Move, mesh: ParallelMesh, timeout_s: float, on_round: Callable[[int], None] | None, counter: _Counter
-) -> None:
-    """All chunks; an error of ``on_round`` is raised at the end, after the others got what they wait for."""
-    if move.plan.num_rounds and mesh.device.type != "cpu":
-        # NCCL sets a group up in its first collective, in which all members must take part
-        dist.all_reduce(torch.zeros(1, device=mesh.device), group=mesh.ep_group)
-    failure: Exception | None = None
-    done = 0
-    for chunk in move.plan.chunks:
-        pieces = _pieces_by_layer(chunk)
-        landings = _stage_copies(move, chunk.copies, pieces, mesh.ep_rank)
-        for transfers in chunk.rounds:
-            operations, arriving = _round(move, transfers, pieces, mesh, landings)
-            counter.sent += sum(o.tensor.numel() * o.tensor.element_size() for o in operations if o.op is dist.isend)
-            if operations:
-                works = dist.batch_isend_irecv(operations)
-                wait_all(works, time.monotonic() + timeout_s, f"rank {mesh.rank} moving experts")
-            landings += arriving
-            done += 1
-            if on_round is not None and failure is None:
-                try:
-                    on_round(done)
-                except Exception as error:
-                    failure = error
-        for target, staged in landings:
-            target.copy_(staged)
-    if failure is not None:
-        raise failure
-
-
-_Landings = list[tuple[torch.Tensor, torch.Tensor]]  # (bytes of a slot, what goes there)
-
-
-def _pieces_by_layer(chunk: Chunk) -> dict[int, list[Piece]]:
-    pieces: dict[int, list[Piece]] = {}
-    for piece in chunk.pieces:
-        pieces.setdefault(piece.moe_layer, []).append(piece)
-    return pieces
-
-
-def _room(move: _Move, landings: _Landings, num_bytes: int) -> torch.Tensor:
-    start = landings[-1][1].storage_offset() + landings[-1][1].numel() if landings else 0
-    return move.staging[start : start + num_bytes]
-
-
-def _stage_copies(move: _Move, copies: NDArray[np.int64], pieces: dict[int, list[Piece]], ep_rank: int) -> _Landings:
-    landings: _Landings = []
-    for row in copies[copies[:, SOURCE] == ep_rank].tolist():
-        for piece in pieces[row[LAYER]]:
-            view, part = move.rows[piece.tensor], slice(piece.low, piece.high)
-            staged = _room(move, landings, piece.num_bytes)
-            staged.copy_(view[row[SOURCE_SLOT], part])
-            landings.append((view[row[TARGET_SLOT], part], staged))
-    return landings
-
-
-def _round(
-    move: _Move,
-    transfers: NDArray[np.int64],
-    pieces: dict[int, list[Piece]],
-    mesh: ParallelMesh,
-    landings: _Landings,
-) -> tuple[list[dist.P2POp], _Landings]:
-    """One expert at most leaves, straight from its slot, and one arrives in staging."""
-    operations, arrived = [], list(landings)
-    mine = (transfers[:, SOURCE] == mesh.ep_rank) | (transfers[:, TARGET] == mesh.ep_rank)
-    for row in transfers[mine].tolist():
-        for piece in pieces[row[LAYER]]:
-            view, part = move.rows[piece.tensor], slice(piece.low, piece.high)
-            if row[SOURCE] == mesh.ep_rank:
-                peer = mesh.ep_members[row[TARGET]]
-                operations.append(dist.P2POp(dist.isend, view[row[SOURCE_SLOT], part], peer, group=mesh.ep_group))
-            else:
-                staged = _room(move, arrived, piece.num_bytes)
-                peer = mesh.ep_members[row[SOURCE]]
-                operations.append(dist.P2POp(dist.irecv, staged, peer, group=mesh.ep_group))
-                arrived.append((view[row[TARGET_SLOT], part], staged))
-    return operations, arrived[len(landings) :]
-
-
 def _confirm(
-    move: _Move,
+    move: Move,
     slot_map: SlotMap,
     mesh: ParallelMesh,
     version: int,
     timeout_s: float,
-    counter: _Counter,
+    counter: Counter,
     failure: Exception | None,
     start: float,
 ) -> MovementReport:
