@@ -1,6 +1,6 @@
 """The cache controller: several eviction orders run as shadow caches, and the real cache follows the best of late.
 
-Orders differ in what they remember: recency (LRU), frequency that fades over 4 to 256 tokens or never (LFU), and the
+Orders differ in what they remember: recency (LRU), frequency that fades over 1 to 256 tokens or never (LFU), and the
 prompt only (pinned). Which is right depends on the budget - under one token cycle LRU hits nothing, since every expert
 is evicted before its layer comes round again - and on how fast the routing drifts. A shadow holds expert numbers only,
 no weights: at 58 layers x 256 experts it costs some kilobytes and a heap operation a look-up.
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from routepack_opt.residency.cache_events import EventTrace
 
-HALF_LIVES = (4.0, 16.0, 64.0, 256.0)  # forward passes
-START_ORDER = 2  # half-life 16, until the shadows have something to say
+HALF_LIVES = (1.0, 4.0, 16.0, 64.0, 256.0)  # forward passes
+START_ORDER = 3  # half-life 16, until the shadows have something to say
 ORDERS = ("lru", *(f"decayed {half_life:g}" for half_life in HALF_LIVES), "lfu", "pinned")
 
 
@@ -43,7 +43,7 @@ class ControllerConfig:
 
     memory: float = 64.0
     margin: float = 0.01
-    min_passes: int = 32
+    min_passes: int = 8
 
 
 DEFAULT_CONFIG = ControllerConfig()
@@ -111,4 +111,4 @@ def warmup() -> None:
 
     cache_replay.warmup()
     no = np.zeros(1, dtype=np.int64)
-    choose_orders(np.array([0, 1], dtype=np.int64), np.zeros((1, 1), dtype=np.bool_), no, no > 0, 0, 64.0, 0.01, 32)
+    choose_orders(np.array([0, 1], dtype=np.int64), np.zeros((1, 1), dtype=np.bool_), no, no > 0, 0, 64.0, 0.01, 8)

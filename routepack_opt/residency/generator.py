@@ -187,7 +187,7 @@ class Generator:
         for passage in range(first // PASSAGE_TOKENS, (last - 1) // PASSAGE_TOKENS + 1):
             begun, ended = passage * PASSAGE_TOKENS, (passage + 1) * PASSAGE_TOKENS
             number = begun // self.config.prompt_tokens
-            share = self._cached_sequence(number, number * self.config.prompt_tokens // window_tokens)
+            share = self._cached_sequence(number, number * self.config.prompt_tokens // max(window_tokens, 1))
             share = self._around(share, PASSAGE_RATIO, self._rng(4, passage))
             total += (min(last, ended) - max(first, begun)) * share
         return total / (last - first)

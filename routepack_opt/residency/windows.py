@@ -129,9 +129,7 @@ def trace_workload(
     first = parts[0]
     for at, part in enumerate(parts):
         if part.experts.shape[1:] != first.experts.shape[1:] or part.num_experts != first.num_experts:
-            raise InvalidInput(
-                f"traces[{at}]: {part.source} has another shape than {first.source}; one model a workload"
-            )
+            raise InvalidInput(f"traces[{at}]: {part.source} is of another model than {first.source}")
     experts, sequences = _stream(parts, phase)
     if layers is not None:
         if not len(layers) or min(layers) < 0 or max(layers) >= first.num_layers:
