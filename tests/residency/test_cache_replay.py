@@ -129,16 +129,16 @@ def test_pinned_keeps_the_most_frequent_of_the_prefill() -> None:
     trace = random_trace(rng, num_tokens=80, num_layers=3, num_experts=16, top_k=3)
     trace.expert_bytes[:] = 1
     trace.prefill[:] = np.arange(80) < 20
-    capacity = 15
+    capacity = 24
     events = event_trace(trace)
     prefill = events.per_access(events.batch_prefill)
     counts = np.bincount(events.keys[prefill], weights=events.tokens[prefill], minlength=48)
     pins = np.argsort(-counts, kind="stable")[:capacity]
     expected = np.isin(events.keys[~prefill], pins)
     hit = replay_cache(events, "pinned", capacity).hit[~prefill]
-    # the prefill's last batches push pins out; until a pin is read again, others may use its room
-    assert (expected & ~hit).sum() <= capacity
-    assert (hit == expected)[-len(hit) // 2 :].mean() > 0.9
+    # a batch of pins may push pins out of a cache this small, and a pin not yet read again leaves its room to others
+    assert abs(int(hit.sum()) - int(expected.sum())) <= capacity
+    assert (hit == expected).mean() > 0.9
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -192,7 +192,7 @@ def test_lru_hits_nothing_under_one_token_cycle(data_dir: Path, name: str) -> No
     for cycles in (0.25, 0.5, 0.75, 0.9):
         assert replay_cache(trace, "lru", int(cycles * trace.cycle_bytes)).decode.hits == 0
     # eviction waits for the end of a batch, so nearly a cycle is enough for some hits
-    assert 0.05 < replay_cache(trace, "lru", int(0.99 * trace.cycle_bytes)).decode.hit_rate < 0.25
+    assert 0.05 < replay_cache(trace, "lru", int(0.99 * trace.cycle_bytes)).total.hit_rate < 0.20
 
 
 @pytest.mark.data
