@@ -117,7 +117,7 @@ class ResidencyRules:
     bytes_per_weight: float = 2.0
     bytes_per_activation: float = 2.0
     activation_reserve: float = 0.02
-    metadata_reserve_kib: float = 64.0
+    metadata_reserve_kib: float = 192.0
     min_residency_windows: int = 4
     migration_threshold: float = 0.9
     migration_chunk_kib: float = 256.0
