@@ -54,7 +54,7 @@ class WindowResult:
     slots
         int8 [L, E, C]: replica slot that served each group.
     accesses, reads
-        Replica reads of the window, in all and by tier: a used replica streams once per layer and window.
+        Replica reads of the window in all, and by tier: a used replica streams once per layer and window.
     streamed_bytes
         [num_tiers] bytes of weights read, by tier.
     link_bytes, region_bytes, chiplet_tokens

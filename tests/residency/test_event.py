@@ -1,4 +1,4 @@
-"""Event-level simulator: conservation laws, lower bounds, and agreement with a slow replay."""
+"""Event-level simulator: conservation laws, lower bounds, causal order, and cases worked out by hand."""
 
 from __future__ import annotations
 
