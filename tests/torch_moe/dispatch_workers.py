@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from training_workers import make_mesh
 
+from routepack_opt import Topology
 from routepack_opt.errors import RoutePackError
 from routepack_opt.integrations.torch_moe.dispatch import AllToAllDispatch, LocalDispatch, make_dispatcher
 from routepack_opt.integrations.torch_moe.exchange import exchange_samples
@@ -138,10 +139,22 @@ def exchange(num_samples: int, holders: list[int], owner_of: list[int]) -> dict[
     return {"right": bool(right), "count": len(got)}
 
 
-def exchange_refuses() -> str:
-    mesh = ParallelMesh.create(__import__("routepack_opt").Topology(ep=1, dp=dist.get_world_size()))
-    try:
-        exchange_samples({}, [0, 9], mesh)
-    except RoutePackError as error:
-        return str(error)
-    return "accepted"
+def exchange_refuses() -> list[str]:
+    """A wrong owner, then an index that only rank 1 has wrong."""
+    mesh = ParallelMesh.create(Topology(ep=1, dp=dist.get_world_size()))
+    sample = TrainSample(torch.zeros(1, dtype=torch.long))
+    messages = []
+    for mine, owner_of in (({}, [0, 9]), ({mesh.rank * 5: sample}, [0, 0])):
+        try:
+            exchange_samples(mine, owner_of, mesh)
+        except RoutePackError as error:
+            messages.append(str(error))
+    return messages
+
+
+def mesh_places_of(meshes: list[tuple[int, Any]]) -> list[dict[str, Any]]:
+    return [mesh_places(ep, shards) for ep, shards in meshes]
+
+
+def dispatches(cases: list[tuple[int, Any, list[int], bool]]) -> list[dict[str, float]]:
+    return [dispatch_against_local(*case) for case in cases]

@@ -16,23 +16,22 @@ from hypothesis import strategies as st
 from routepack_opt.integrations.torch_moe.dispatch import LocalDispatch
 from routepack_opt.integrations.torch_moe.slot_map import SlotMap
 
+CASES: list[Any] = [  # EP ranks, shards, tokens of each rank, counts announced beforehand
+    (4, 1, [5, 9, 3, 7], False),
+    (2, 2, [5, 0, 0, 7], True),
+    (4, 1, [0, 11, 0, 0], True),
+    (4, 1, [0, 0, 0, 0], False),
+    (2, [[3, 0], [1, 2]], [4, 6, 1, 8], True),
+]
+
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("ep", "shards", "tokens", "announce"),
-    [
-        (4, 1, [5, 9, 3, 7], False),
-        (2, 2, [5, 0, 0, 7], True),
-        (4, 1, [0, 11, 0, 0], True),
-        (4, 1, [0, 0, 0, 0], False),
-        (2, [[3, 0], [1, 2]], [4, 6, 1, 8], True),
-    ],
-)
-def test_equals_local_dispatch(ep: int, shards: Any, tokens: list[int], announce: bool) -> None:
-    kwargs = {"ep": ep, "shards": shards, "tokens": tokens, "announce": announce}
-    found = run_ranks("dispatch_workers:dispatch_against_local", 4, kwargs)
-    assert max(rank["gap"] for rank in found) < 1e-5
-    assert sum(rank["received"] for rank in found) == 2 * sum(tokens)
+def test_equals_local_dispatch() -> None:
+    by_rank = run_ranks("dispatch_workers:dispatches", 4, {"cases": CASES})
+    for number, case in enumerate(CASES):
+        found = [results[number] for results in by_rank]
+        assert max(rank["gap"] for rank in found) < 1e-5, (case, found)
+        assert sum(rank["received"] for rank in found) == 2 * sum(case[2]), (case, found)
 
 
 @pytest.mark.distributed

@@ -25,8 +25,10 @@ def test_every_sample_arrives_whole() -> None:
 
 
 @pytest.mark.distributed
-def test_an_unknown_owner_is_refused() -> None:
-    assert all("DP ranks 0..1" in message for message in run_ranks("dispatch_workers:exchange_refuses", 2))
+def test_what_is_wrong_on_one_rank_is_refused_on_all() -> None:
+    right, wrong = run_ranks("dispatch_workers:exchange_refuses", 2)
+    assert all("DP ranks 0..1" in messages[0] for messages in (right, wrong))
+    assert "rank 1 cannot send" in right[1] and "sample 5: outside" in wrong[1]
 
 
 def test_one_process_keeps_its_samples() -> None:

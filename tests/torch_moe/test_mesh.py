@@ -16,17 +16,18 @@ from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_reduce_,
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("ep", "shards"), [(2, 2), (4, 1), (1, 4), (2, [[3, 0], [1, 2]])])
-def test_groups_are_those_of_the_topology(ep: int, shards: Any) -> None:
-    lists = shards if isinstance(shards, list) else [list(range(k * ep, (k + 1) * ep)) for k in range(shards)]
-    for rank, found in enumerate(run_ranks("dispatch_workers:mesh_places", 4, {"ep": ep, "shards": shards})):
-        shard = next(k for k, members in enumerate(lists) if rank in members)
-        ep_rank = lists[shard].index(rank)
-        assert (found["shard"], found["ep_rank"]) == (shard, ep_rank)
-        assert found["ep_members"] == lists[shard]
-        assert found["edp_members"] == [members[ep_rank] for members in lists]
-        assert found["dp_group"] == 6 and found["ep_group"] == sum(lists[shard])
-        assert found["edp_group"] == sum(found["edp_members"])
+def test_groups_are_those_of_the_topology() -> None:
+    meshes: list[Any] = [(2, 2), (4, 1), (1, 4), (2, [[3, 0], [1, 2]])]
+    for rank, places in enumerate(run_ranks("dispatch_workers:mesh_places_of", 4, {"meshes": meshes})):
+        for (ep, shards), found in zip(meshes, places, strict=True):
+            lists = shards if isinstance(shards, list) else [list(range(k * ep, (k + 1) * ep)) for k in range(shards)]
+            shard = next(k for k, members in enumerate(lists) if rank in members)
+            ep_rank = lists[shard].index(rank)
+            assert (found["shard"], found["ep_rank"]) == (shard, ep_rank)
+            assert found["ep_members"] == lists[shard]
+            assert found["edp_members"] == [members[ep_rank] for members in lists]
+            assert found["dp_group"] == 6 and found["ep_group"] == sum(lists[shard])
+            assert found["edp_group"] == sum(found["edp_members"])
 
 
 def test_a_single_process_needs_no_group() -> None:

@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     | {"lengths": LENGTHS[:5], "cells": EMPTY_CELLS, "pad_multiple": 8, "missing_last": False},
     "the router's own routes": {"ep": 4, "shards": 1, "replay": False, "steps": 2},
     "pad tokens beside the router's own routes": EP2 | {"replay": False, "steps": 2, "pad_multiple": 4},
+    "recomputation": EP2 | {"recompute": True},
     "small buckets": EP2 | {"bucket_bytes": 2048},
     "bfloat16": EP2 | {"dtype": "bfloat16"},
     "bfloat16, sharded": EP2 | {"dtype": "bfloat16", "shard_expert_state": True},
@@ -57,9 +58,13 @@ def test_equals_one_process(results: dict[str, Any], case: str) -> None:
 
 
 @pytest.mark.distributed
-def test_ranks_that_disagree_on_rows_all_refuse() -> None:
-    messages = run_ranks(f"{WORKERS}:uneven_rows", 2)
-    assert all("1 to 2 over the ranks" in message for message in messages)
+def test_what_is_wrong_on_one_rank_is_refused_on_all() -> None:
+    wrong, other = run_ranks(f"{WORKERS}:refusals", 2)
+    assert all("1 to 2 over the ranks" in messages[0] for messages in (wrong, other))
+    assert all("rank 0 cannot run its cells" in message for message in other[1:]) and len(other) == 4
+    assert "sample 9 is not on this rank" in wrong[1]
+    assert "sample 0: routes: ids from 0 to 8; expected logical experts 0..7" in wrong[2]
+    assert "sample 0: routes: (layers, top-k) (2, 1); expected (2, 2)" in wrong[3]
 
 
 @pytest.mark.distributed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -77,17 +78,22 @@ def many(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {name: against_one_process(**kwargs) for name, kwargs in cases.items()}
 
 
-def uneven_rows() -> str:
-    """Ranks that disagree on the number of rows all refuse."""
+def refusals() -> list[str]:
+    """Uneven rows, a missing sample, a physical id, another top-k: each wrong on rank 0 only."""
     mesh = make_mesh(2, 1)
     model, optimizer, _ = build(mesh)
     samples = make_samples(0, [5, 6, 7])
-    cells = [[0], [1]] if mesh.rank == 0 else [[2]]
-    try:
-        train_step(model, optimizer, mesh, cells, samples, loss_fn, total_tokens=9)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
+    wrong = make_samples(0, [5, 6, 7])
+    wrong[0].routes[0, 0, 0] = CONFIG.num_experts
+    narrow = samples | {0: dataclasses.replace(samples[0], routes=samples[0].routes[:, :, :1])}
+    messages = []
+    for cells, here in (([[0], [1]], samples), ([[9]], samples), ([[0]], wrong), ([[0]], narrow)):
+        mine, held = (cells, here) if mesh.rank == 0 else ([[2]], samples)
+        try:
+            train_step(model, optimizer, mesh, mine, held, loss_fn, total_tokens=9)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
 
 
 def state_bytes(shard: bool) -> dict[str, int]:

@@ -85,10 +85,18 @@ def round_robin(num_samples: int, num_ranks: int, num_rows: int) -> list[list[li
     return cells
 
 
-def build(mesh: ParallelMesh, *, dtype: str = "float32", slots: Any = None, seed: int = 0, **options: Any) -> Any:
+def build(
+    mesh: ParallelMesh,
+    *,
+    dtype: str = "float32",
+    slots: Any = None,
+    seed: int = 0,
+    recompute: bool = False,
+    **options: Any,
+) -> Any:
     """Model, optimizer and slot map of this rank."""
     slot_map = SlotMap.identity(LAYERS, CONFIG.num_experts) if slots is None else SlotMap(np.asarray(slots))
-    model = build_model(CONFIG, mesh, slot_map=slot_map, dtype=getattr(torch, dtype), seed=seed)
+    model = build_model(CONFIG, mesh, slot_map=slot_map, dtype=getattr(torch, dtype), seed=seed, recompute=recompute)
     # eps above the rounding noise of gradients that are nearly zero: Adam would make steps of full size of it
     return model, MoEAdamW(model, mesh, lr=1e-3, weight_decay=0.05, eps=1e-6, **options), slot_map
 

@@ -44,25 +44,30 @@ def exchange_samples(
     Raises
     ------
     InvalidInput
-        An owner is no DP rank, or an index is outside the window.
+        An owner is no DP rank, or an index of any rank is outside the window; on every rank.
     """
     owners_N = np.asarray(owner_of)
     if owners_N.size and not (owners_N.min() >= 0 and owners_N.max() < mesh.num_ranks):
         raise InvalidInput(
             f"owner_of: expected DP ranks 0..{mesh.num_ranks - 1}, found {sorted(set(owners_N.tolist()))}"
         )
-    for index in mine:
-        if not 0 <= index < len(owners_N):
-            raise InvalidInput(f"sample {index}: outside the window of {len(owners_N)} samples")
+    outside = [index for index in mine if not 0 <= index < len(owners_N)]
+    problem = f"sample {outside[0]}: outside the window of {len(owners_N)} samples" if outside else None
     if mesh.dp_group is None:
+        if problem:
+            raise InvalidInput(problem)
         return {index: mine[index] for index in sorted(mine)}
-    parcels = []
-    for rank in range(mesh.num_ranks):
-        parcels.append(_encode({index: mine[index] for index in sorted(mine) if owners_N[index] == rank}))
-    received: dict[int, TrainSample] = {}
-    for parcel in _all_to_all(parcels, mesh):
-        received.update(_decode(parcel))
-    return dict(sorted(received.items()))
+    parcels = None
+    if not problem:
+        by_rank = [[i for i in sorted(mine) if owners_N[i] == rank] for rank in range(mesh.num_ranks)]
+        parcels = [_encode({index: mine[index] for index in indices}) for indices in by_rank]
+    received = _all_to_all(parcels, mesh)
+    if problem:
+        raise InvalidInput(problem)
+    result: dict[int, TrainSample] = {}
+    for parcel in received:
+        result.update(_decode(parcel))
+    return dict(sorted(result.items()))
 
 
 def owners(cells: Sequence[Sequence[Sequence[int]]], num_samples: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -74,13 +79,19 @@ def owners(cells: Sequence[Sequence[Sequence[int]]], num_samples: int) -> np.nda
     return result
 
 
-def _all_to_all(parcels: list[torch.Tensor], mesh: ParallelMesh) -> list[torch.Tensor]:
-    sizes = torch.tensor([len(parcel) for parcel in parcels], device=mesh.device)
-    incoming = torch.empty_like(sizes)
-    dist.all_to_all_single(incoming, sizes, group=mesh.dp_group)
-    send, receive = sizes.tolist(), incoming.tolist()
+def _all_to_all(parcels: list[torch.Tensor] | None, mesh: ParallelMesh) -> list[torch.Tensor]:
+    """What every rank sent here; None sends nothing but the news that this rank cannot, so that all stop."""
+    sizes = [-1] * mesh.num_ranks if parcels is None else [len(parcel) for parcel in parcels]
+    outgoing = torch.tensor(sizes, device=mesh.device)
+    incoming = torch.empty_like(outgoing)
+    dist.all_to_all_single(incoming, outgoing, group=mesh.dp_group)
+    receive = incoming.tolist()
+    if parcels is None:
+        return []
+    if min(receive) < 0:
+        raise InvalidInput(f"rank {receive.index(-1)} cannot send its samples; its own message says why")
     result = torch.empty(sum(receive), dtype=torch.uint8, device=mesh.device)
-    dist.all_to_all_single(result, torch.cat(parcels).to(mesh.device), receive, send, group=mesh.dp_group)
+    dist.all_to_all_single(result, torch.cat(parcels).to(mesh.device), receive, sizes, group=mesh.dp_group)
     return list(result.cpu().split(receive))
 
 

@@ -137,7 +137,7 @@ class MoEAdamW:
         target.mul_(1 - self.lr * state.weight_decay)
         exp_avg.lerp_(grad, 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denominator = (exp_avg_sq.sqrt() / (1 - beta2**self.steps) ** 0.5).add_(self.eps)
+        denominator = exp_avg_sq.sqrt().div_((1 - beta2**self.steps) ** 0.5).add_(self.eps)
         target.addcdiv_(exp_avg, denominator, value=-self.lr / (1 - beta1**self.steps))
         if state.master is not None:
             weight.copy_(target)

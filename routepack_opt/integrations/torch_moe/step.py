@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
-from routepack_opt.errors import InvalidInput
 from routepack_opt.integrations.torch_moe.dispatch import AllToAllDispatch
 from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_reduce_
 from routepack_opt.integrations.torch_moe.pad_tokens import pad_row, route_last_tokens
 from routepack_opt.integrations.torch_moe.route_tape import RouteTape
 from routepack_opt.integrations.torch_moe.samples import PackedRow, TrainSample, pack_row
+from routepack_opt.integrations.torch_moe.step_checks import check_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -109,9 +108,10 @@ def train_step(
     Raises
     ------
     InvalidInput
-        Ranks disagree on the number of rows, or ``total_tokens`` is not positive; on every rank alike.
+        Ranks disagree on the number of rows, a sample is missing or does not fit the model, ``total_tokens`` is not
+        positive; on every rank alike.
     """
-    _check(mesh, len(cells_of_rank), total_tokens)
+    check_step(model, mesh, cells_of_rank, samples, total_tokens)
     clock = _Clock(mesh.device if wait_for_device else None)
     runner = _RowRunner(model, mesh, loss_fn, total_tokens, pad_multiple, replay, route_last, clock)
     optimizer.zero_grad()
@@ -205,17 +205,6 @@ def _reduce_sums(sums: dict[str, torch.Tensor], mesh: ParallelMesh) -> dict[str,
     totals = torch.stack([sums[name].to(mesh.device) for name in names])
     values = all_reduce_(totals, mesh.dp_group).tolist()
     return {name.removeprefix("metric."): value for name, value in zip(names, values, strict=True)}
-
-
-def _check(mesh: ParallelMesh, num_rows: int, total_tokens: float) -> None:
-    """Together: a rank that raised alone would leave the others waiting in a collective."""
-    extremes = torch.tensor([num_rows, -num_rows], device=mesh.device)
-    all_reduce_(extremes, mesh.dp_group, dist.ReduceOp.MAX if mesh.dp_group is not None else None)
-    most, least = extremes[0].item(), -extremes[1].item()
-    if most != least:
-        raise InvalidInput(f"cells: {num_rows} rows here, {least} to {most} over the ranks; expected the same on all")
-    if not total_tokens > 0:
-        raise InvalidInput(f"total_tokens: {total_tokens!r} is not above 0")
 
 
 def count_tokens(samples: Mapping[int, TrainSample], mask_field: str, mesh: ParallelMesh) -> float:
