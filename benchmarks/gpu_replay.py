@@ -1,7 +1,7 @@
 """Step time from real kernels, baseline -> reorder -> full, on Tiny- and Flash-shaped windows: one markdown table.
 
     python benchmarks/gpu_replay.py -o gpu_replay.json            under ten minutes on one GPU of 80 GB or more
-    python benchmarks/gpu_replay.py --small                       a few minutes on a CPU: narrow kernels, fewer samples
+    python benchmarks/gpu_replay.py --small --layers 2            minutes on a CPU: narrow kernels, short samples
 
 Baseline: experts at home, first-fit-decreasing rows. Reorder: experts at home, RoutePack's rows. Full: the plan. The
 paper's figures beside them are whole steps on its cluster, with communication; these are kernels only.
@@ -13,6 +13,7 @@ import argparse
 import datetime
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +24,35 @@ from routepack_opt.simulation.kernel_shape import KernelShape, scaled, synth_sha
 from routepack_opt.simulation.layouts import comparison_layouts, plan_layout
 from routepack_opt.simulation.measurements import measurements_json, sweep_kernels
 from routepack_opt.simulation.replay import replay
+from routepack_opt.simulation.timing import spread_layers
 from routepack_opt.simulation.torch_kernels import TorchTimer, device_name
 from routepack_opt.synth import PRESETS, synth
 
 PAPER = {"tiny": ("+3.80%", "+8.85%"), "flash": ("+10.50%", "+14.89%")}  # routepack.md section 8
-SMALL_SCALE, SMALL_BUDGET_S = 0.03, 60.0
+SMALL = {"tiny": 8, "flash": 16}  # widths, lengths and cap divided: the parts of a step keep their proportions
 
 
 def one_window(preset_name: str, options: argparse.Namespace, timer_options: dict[str, Any]) -> dict[str, Any]:
     """Plan, measure and add up one window."""
     preset = PRESETS[preset_name]
+    scale = options.scale
+    if options.small:
+        divisor = SMALL[preset_name]
+        scale = 1.0 / divisor
+        preset = replace(
+            preset,
+            mean_length=preset.mean_length / divisor,
+            prompt_tokens=preset.prompt_tokens / divisor,
+            token_cap=preset.token_cap // divisor,
+        )
+    shape = scaled(synth_shape(preset), scale)
     window = synth(preset, options.samples, seed=options.seed)
     plan = rp.plan_window(
-        window, preset.topology, token_cap=preset.token_cap, cost=preset.cost, budget_s=options.plan_budget,
-        seed=options.seed,
+        window, preset.topology, token_cap=preset.token_cap, cost=shape.cost(preset.token_cap),
+        budget_s=options.plan_budget, seed=options.seed,
     )  # fmt: skip
     layouts = comparison_layouts(plan, window, budget_s=options.plan_budget, seed=options.seed)
     layouts.append(plan_layout(plan, window, "full"))
-    shape = scaled(synth_shape(preset), options.scale)
     timer = TorchTimer(shape, **timer_options)
     extra = []
     if options.folder is not None:
@@ -48,7 +60,9 @@ def one_window(preset_name: str, options: argparse.Namespace, timer_options: dic
         most = int(window.total_load.sum(axis=1).max()) // (plan.rows * plan.topology.num_shards * plan.topology.ep)
         extra = sweep_kernels(len(shape.blocks), plan.token_cap, slots, most)
     result = replay(
-        window, layouts, shape, timer, repeats=options.repeats, budget_s=options.budget, statistic=options.statistic,
+        window, layouts, shape, timer, repeats=options.repeats, statistic=options.statistic,
+        budget_s=None if options.layers else options.budget,
+        layers=spread_layers(window.num_layers, options.layers) if options.layers else None,
         extra=extra, seed=options.seed,
     )  # fmt: skip
     about = {
@@ -126,11 +140,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=220.0, help="seconds of measuring a window")
     parser.add_argument("--plan-budget", type=float, default=2.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--small", action="store_true", help="CPU, one thread, narrow kernels")
+    parser.add_argument("--layers", type=int, help="measure so many MoE layers, whatever the time")
+    parser.add_argument("--small", action="store_true", help="CPU, one thread, narrow kernels, short samples")
     options = parser.parse_args(arguments)
     if options.small:
-        options.device, options.scale, options.statistic, options.repeats = "cpu", SMALL_SCALE, "min", 3
-        options.budget = min(options.budget, SMALL_BUDGET_S)
+        options.device = "cpu"
         torch.set_num_threads(1)
     return options
 

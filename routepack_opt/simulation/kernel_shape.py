@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from routepack_opt.cost import CostModel, Stage
 from routepack_opt.errors import InvalidInput
 from routepack_opt.window import positive_int
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
     from routepack_opt.synth.presets import SynthPreset
 
-_ALIGN = 16  # scaled widths stay multiples of what tensor cores and grouped kernels want
+_ALIGN = 8  # scaled widths stay multiples of what tensor cores and grouped kernels want (16 bytes in bf16)
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,21 @@ class KernelShape:
         a_token = self.hidden * (block.projection_width + heads_out) + 3 * self.hidden * block.dense_width
         pairs = squares / 2 if not block.window else min(squares / 2, float(tokens) * block.window)
         return float(tokens) * a_token + block.num_heads * (block.qk_dim + block.v_dim) * pairs
+
+    def cost(self, token_cap: int) -> CostModel:
+        """The score's weights for these kernels, from multiply-adds as ``CostModel.for_model`` has them."""
+        weights: dict[str, tuple[float, float]] = {}
+        for block in self.blocks:
+            limited = 0 < block.window < token_cap
+            kind = block.kind if limited or block.kind == "linear" else "full"
+            alpha, beta = weights.get(kind, (0.0, 0.0))
+            token = self.attention_madds(block, token_cap, 0)
+            pairs = self.attention_madds(block, token_cap, token_cap**2) - token
+            if limited:  # a full window for every token
+                token, pairs = token + pairs, 0.0
+            weights[kind] = (alpha + block.num_layers * token, beta + block.num_layers * pairs)
+        unit = float(token_cap) * self.expert_parameters
+        return CostModel(tuple(Stage(kind, a / unit, b / unit) for kind, (a, b) in weights.items()))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -184,7 +200,10 @@ def model_kernel_shape(model: str | os.PathLike[str]) -> KernelShape:
 
 
 def scaled(shape: KernelShape, scale: float) -> KernelShape:
-    """All widths times ``scale`` (down to multiples of 16), heads in proportion, head sizes kept.
+    """All widths times ``scale``, in multiples of 8, and head counts in proportion; head sizes are kept.
+
+    Projections and experts shrink by the square of ``scale``, attention pairs by ``scale`` alone: samples shortened by
+    ``scale`` too keep the proportions of a step.
 
     Raises
     ------
@@ -197,7 +216,7 @@ def scaled(shape: KernelShape, scale: float) -> KernelShape:
         return shape
 
     def width(value: int) -> int:
-        return 0 if value == 0 else max(_ALIGN, int(value * scale) // _ALIGN * _ALIGN)
+        return 0 if value == 0 else max(_ALIGN, round(value * scale / _ALIGN) * _ALIGN)
 
     blocks = []
     for block in shape.blocks:

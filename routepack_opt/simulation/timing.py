@@ -67,6 +67,7 @@ def measure(
         if number > warmup and deadline is not None and clock() >= deadline:
             logger.info("time is up after %d of %d rounds", number - warmup, repeats)
             break
+        logger.info("round %d of %d: %d kernels", number + 1, warmup + repeats, len(kernels))
         for k in rng.permutation(len(kernels)).tolist():
             seconds = timer.time_s(kernels[k])
             if number >= warmup:

@@ -65,6 +65,7 @@ class TorchTimer:
         self.dtype = dtype or (torch.bfloat16 if self.device.type == "cuda" else torch.float32)
         self._generator = torch.Generator(device=self.device).manual_seed(seed)
         self._buffers: dict[tuple[str, int], Tensor] = {}
+        self.packed: dict[AttentionKernel, PackedRows] = {}
         self._blocks = [_BlockRunner(block, self) for block in shape.blocks]
         self._experts: dict[int, _ExpertRunner] = {}
 
@@ -159,8 +160,10 @@ class _BlockRunner:
         q_THd = timer.rows("q", num_tokens, block.num_heads, block.qk_dim)
         k_TKd = timer.rows("k", num_tokens, block.num_kv_heads, block.qk_dim)
         v_TKd = timer.rows("v", num_tokens, block.num_kv_heads, block.qk_dim)
-        borders = torch.tensor([0, *kernel.lengths], device=timer.device).cumsum(0).to(torch.int32)
-        rows = PackedRows(borders, num_tokens)
+        if kernel not in timer.packed:  # kept: masks and batches are made once a forward, not once a layer
+            borders = torch.tensor([0, *kernel.lengths], device=timer.device).cumsum(0).to(torch.int32)
+            timer.packed[kernel] = PackedRows(borders, num_tokens)
+        rows = timer.packed[kernel]
         return lambda: packed_attention(q_THd, k_TKd, v_TKd, rows, block.window or None)[..., : block.v_dim].flatten(1)
 
 
