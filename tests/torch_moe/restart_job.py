@@ -147,7 +147,7 @@ def next_step_elsewhere(folder: str) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     try:
-        with process_group(backend="gloo", timeout_s=30, num_threads=1):
+        with process_group(backend="gloo", timeout_s=60, num_threads=1):
             train(json.loads(sys.argv[1]))
     except RoutePackError as problem:
         sys.exit(f"{type(problem).__name__}: {problem}")

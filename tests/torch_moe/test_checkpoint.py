@@ -95,7 +95,7 @@ def _round_trip(folder: str) -> dict[str, Any]:
 
 @pytest.mark.distributed
 def test_round_trip_across_ep_edp_and_placement(tmp_path: Path) -> None:
-    results = run_ranks(_round_trip, 4, {"folder": str(tmp_path)}, timeout_s=60)
+    results = run_ranks(_round_trip, 4, {"folder": str(tmp_path)}, timeout_s=120)
     assert [result["problems"] for result in results] == [[], [], [], []]
     for name, path in results[0]["written"].items():
         job = Job(1, dtype=torch.bfloat16 if name.endswith("bf16") else torch.float32, seed=2)
@@ -398,7 +398,7 @@ def _load_damaged(folder: str) -> str:
 
 @pytest.mark.distributed
 def test_one_rank_that_refuses_stops_all(tmp_path: Path) -> None:
-    messages = run_ranks(_load_damaged, 4, {"folder": str(tmp_path)}, timeout_s=60)
+    messages = run_ranks(_load_damaged, 4, {"folder": str(tmp_path)}, timeout_s=120)
     assert all("field 'model.norm_eps': the checkpoint has 1e-05, this model 1e-06" in message for message in messages)
     assert messages[0].startswith("rank 3: ")
 
@@ -415,7 +415,7 @@ def _die_while_saving(folder: str) -> None:
 @pytest.mark.distributed
 def test_rank_killed_while_saving_leaves_the_former_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RankFailure, match="rank 2 was killed by SIGKILL"):
-        run_ranks(_die_while_saving, 4, {"folder": str(tmp_path)}, timeout_s=60)
+        run_ranks(_die_while_saving, 4, {"folder": str(tmp_path)}, timeout_s=120)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-00000001"
     job = Job(1)
     _load(job, tmp_path / "step-00000001")

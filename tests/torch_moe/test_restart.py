@@ -35,7 +35,7 @@ def _command(settings: dict[str, Any]) -> list[str]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
     settings = _settings(tmp_path_factory.mktemp("undisturbed"))
-    results = run_ranks("restart_job:train", 4, {"settings": settings}, timeout_s=60)
+    results = run_ranks("restart_job:train", 4, {"settings": settings}, timeout_s=120)
     assert results[0]["version"] == STEPS
     return Path(settings["result"]), results[0]["losses"]
 
@@ -51,7 +51,7 @@ def test_killed_while_experts_move(tmp_path: Path, undisturbed: tuple[Path, list
     settings = _settings(tmp_path)
     fail = {"rank": 1, "step": FAILS_AT, "round": 1, "how": "kill"}
     with pytest.raises(LaunchError) as caught:
-        launch(_command(settings | {"fail": fail}), 4, timeout_s=50)
+        launch(_command(settings | {"fail": fail}), 4, timeout_s=120)
     message = str(caught.value)
     assert message.startswith("rank 1 was killed by SIGKILL")
     assert message.endswith("the other ranks were stopped; restart with --resume")
@@ -59,7 +59,7 @@ def test_killed_while_experts_move(tmp_path: Path, undisturbed: tuple[Path, list
     path = latest_checkpoint(settings["folder"])
     assert path is not None and path.name == f"step-{SAVED:08d}"
 
-    results = run_ranks("restart_job:train", 4, {"settings": settings | {"resume": True}}, timeout_s=60)
+    results = run_ranks("restart_job:train", 4, {"settings": settings | {"resume": True}}, timeout_s=120)
     assert results[0]["first"] == SAVED
     assert results[0]["losses"] == undisturbed[1]
     _same_end(settings, undisturbed[0])
@@ -69,7 +69,7 @@ def test_exception_while_experts_move_stops_all_and_the_checkpoint_heals(
     tmp_path: Path, undisturbed: tuple[Path, list[float]]
 ) -> None:
     settings = _settings(tmp_path, fail={"rank": 2, "step": FAILS_AT, "round": 1, "how": "raise"})
-    results = run_ranks("restart_job:fail_and_recover", 4, {"settings": settings}, timeout_s=60)
+    results = run_ranks("restart_job:fail_and_recover", 4, {"settings": settings}, timeout_s=120)
     for result in results:
         assert "rank 2: ValueError: the disk of the moon is full" in result["message"]
         assert "restart from the last checkpoint" in result["message"]
@@ -87,7 +87,7 @@ def test_rank_that_hangs_while_experts_move_ends_in_a_bound(tmp_path: Path) -> N
 
 
 def test_next_step_is_the_same_on_other_sizes(tmp_path: Path) -> None:
-    results = run_ranks("restart_job:next_step_elsewhere", 4, {"folder": str(tmp_path)}, timeout_s=60)
+    results = run_ranks("restart_job:next_step_elsewhere", 4, {"folder": str(tmp_path)}, timeout_s=120)
     for found in results[0]:
         for kind in ("loss", "weight", "exp_avg", "exp_avg_sq"):
             assert found[kind] <= 2e-5, found
