@@ -53,7 +53,7 @@ class LocalDispatch:
         """See :class:`Dispatcher`."""
         slots = self.slot_map.logical_to_slot[moe_layer][ids_TK].flatten()
         order = torch.argsort(slots, stable=True)
-        counts_H = torch.bincount(slots, minlength=self.slot_map.num_experts)
+        counts_H = _count(slots, self.slot_map.num_experts)
         x_ND = _Spread.apply(x_TD, order, ids_TK.shape[1])
         return combine(experts(x_ND, counts_H), order, weights_TK)
 
@@ -80,12 +80,12 @@ class AllToAllDispatch:
         moe_layer: int,
     ) -> torch.Tensor:
         """See :class:`Dispatcher`."""
-        slots = self._wire_slots(ids_TK, moe_layer).flatten()
+        slots = self._to_wire(self.slot_map.logical_to_slot[moe_layer][ids_TK]).flatten()
         order = torch.argsort(slots, stable=True)
         if self._announced is not None:
             sent_PH, received_PH = self._announced[moe_layer]
         else:
-            counts_PH = torch.bincount(slots, minlength=self.slot_map.num_experts).view(-1, self._num_slots)
+            counts_PH = _count(slots, self.slot_map.num_experts).view(-1, self._num_slots)
             sent_PH, received_PH = self._exchange_counts(counts_PH[:, None])
             sent_PH, received_PH = sent_PH[:, 0], received_PH[:, 0]
         send, receive = sent_PH.sum(1).tolist(), received_PH.sum(1).tolist()
@@ -122,9 +122,9 @@ class AllToAllDispatch:
         counts_LE = torch.zeros((num_layers, num_experts), dtype=torch.long, device=self.mesh.device)
         if routes_TLK is not None and not unknown:
             ids_TLK = routes_TLK.to(self.mesh.device, torch.long)
-            for layer in range(num_layers):
-                slots = self._wire_slots(ids_TLK[:, layer], layer).flatten()
-                counts_LE[layer] = torch.bincount(slots, minlength=num_experts)
+            layers_1L1 = torch.arange(num_layers, device=self.mesh.device)[None, :, None]
+            slots_TLK = self._to_wire(self.slot_map.logical_to_slot[layers_1L1, ids_TLK])
+            counts_LE = _count((slots_TLK + layers_1L1 * num_experts).flatten(), counts_LE.numel()).view_as(counts_LE)
         counts_PLH = counts_LE.view(num_layers, -1, self._num_slots).transpose(0, 1).contiguous()
         flag_P1H = torch.full_like(
             counts_PLH[:, :1], int(unknown)
@@ -140,9 +140,8 @@ class AllToAllDispatch:
         """Back to one count exchange per layer."""
         self._announced = None
 
-    def _wire_slots(self, ids: torch.Tensor, moe_layer: int) -> torch.Tensor:
+    def _to_wire(self, slots: torch.Tensor) -> torch.Tensor:
         """Slots renumbered by the position of their EP rank in the process group."""
-        slots = self.slot_map.logical_to_slot[moe_layer][ids]
         return self._wire[slots // self._num_slots] * self._num_slots + slots % self._num_slots
 
     def _exchange_counts(self, sent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +163,11 @@ def combine(y_ND: torch.Tensor, order: torch.Tensor, weights_TK: torch.Tensor) -
     inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     y_TKD = _Permute.apply(y_ND, inverse, order).view(num_tokens, top_k, y_ND.shape[1])
     return (y_TKD * weights_TK.to(y_TKD.dtype)[:, :, None]).sum(1)
+
+
+def _count(values: torch.Tensor, size: int) -> torch.Tensor:
+    """How often each of 0..size-1 occurs, int64; unlike bincount it does not wait for a GPU."""
+    return torch.zeros(size, dtype=torch.long, device=values.device).scatter_add_(0, values, torch.ones_like(values))
 
 
 class _Spread(torch.autograd.Function):
