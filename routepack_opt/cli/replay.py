@@ -156,8 +156,8 @@ def _measure(
         slots = plan.topology.experts_per_rank(window.num_experts)
         most = int(window.total_load.sum(axis=1).max()) // (plan.rows * plan.topology.num_shards * plan.topology.ep)
         extra = sweep_kernels(len(shape.blocks), plan.token_cap, slots, max(1, most))
-    timer = TorchTimer(shape, device=options.device, backward=not options.forward_only, seed=options.seed)
     try:
+        timer = TorchTimer(shape, device=options.device, backward=not options.forward_only, seed=options.seed)
         result = replay(
             window,
             layouts,
@@ -171,9 +171,9 @@ def _measure(
             seed=options.seed,
         )
     except RuntimeError as error:  # torch says "out of memory" this way, on CPUs and GPUs
-        if "memory" not in str(error).lower():
+        if not any(word in str(error).lower() for word in ("memory", "overflow")):
             raise
-        raise InvalidInput("the kernels do not fit in the memory of this device; lower --scale") from None
+        raise InvalidInput("the kernels do not fit in the memory of this device; lower the sizes or --scale") from None
     about = {
         "device": device_name(timer.device),
         "dtype": str(timer.dtype).removeprefix("torch."),

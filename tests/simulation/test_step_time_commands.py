@@ -113,6 +113,8 @@ def test_a_plan_of_another_placement_needs_it(folder: Path, capsys: pytest.Captu
         (["replay", "p.json", "w.npz", *SIZES, "--model", "olmoe"], 4, "--model"),
         (["replay", "p.json", "w.npz", "--model", "nope"], 4, "nope"),
         (["replay", "p.json", "w.npz", *SIZES, "--device", "tpu"], 4, "device"),
+        (["replay", "p.json", "w.npz", "--hidden", "1000000000", *SIZES[2:]], 4, "memory"),
+        (["replay", "p.json", "w.npz", "--hidden", "9" * 17, *SIZES[2:]], 4, "memory"),
         (["replay", "p.json", "w.npz", *SIZES, "--save", "p.json"], 4, "input of this command"),
         (["replay", "p.json", "w.npz", *SIZES, "--scale", "2"], 2, "scale"),
         (["replay", "nope.json", "w.npz", *SIZES], 4, "nope.json"),
