@@ -102,9 +102,13 @@ def caught(call: Any) -> dict[str, Any]:
     return {"error": None, "message": "", "seconds": time.monotonic() - start}
 
 
-def disagreement(ep: int, shards: Any, what: str) -> dict[str, Any]:
-    """One odd rank; afterwards a right move must still work."""
+def disagreements(ep: int, shards: Any, kinds: list[str]) -> list[dict[str, Any]]:
+    """One odd rank in many ways; after each a right move must still work."""
     mesh = make_mesh(ep, shards)
+    return [_disagreement(mesh, what) for what in kinds]
+
+
+def _disagreement(mesh: ParallelMesh, what: str) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     old, new = random_slots(rng), random_slots(rng)
     slot_map, entries = SlotMap(old), tensors_of(old, mesh)

@@ -30,16 +30,15 @@ def test_random_permutations_land_where_they_should(ep: int, shards: Any) -> Non
             assert 0 < move["peak_extra_bytes"] <= budget
 
 
-@pytest.mark.parametrize("what", ["placement", "version", "tensors", "bijection", "budget", "tiny budget"])
-def test_a_disagreement_raises_everywhere_and_changes_nothing(what: str) -> None:
-    results = run_ranks(f"{WORKERS}:disagreement", 4, {"ep": 2, "shards": 2, "what": what})
-    refusal = what in ("version", "bijection", "tiny budget")
-    for rank, result in enumerate(results):
-        own = refusal and rank == 2
-        assert result["error"] == ("InvalidInput" if own else "PlacementDisagreement"), result
-        assert own or "rank 2" in result["message"]
-        assert result["untouched"] and result["version"] == 0
-        assert result["afterwards"] and result["version_after"] == 1
+def test_a_disagreement_raises_everywhere_and_changes_nothing() -> None:
+    kinds = ["placement", "version", "tensors", "bijection", "budget", "tiny budget"]
+    for rank, results in enumerate(run_ranks(f"{WORKERS}:disagreements", 4, {"ep": 2, "shards": 2, "kinds": kinds})):
+        for what, result in zip(kinds, results, strict=True):
+            own = what in ("version", "bijection", "tiny budget") and rank == 2
+            assert result["error"] == ("InvalidInput" if own else "PlacementDisagreement"), (what, result)
+            assert own or "rank 2" in result["message"]
+            assert result["untouched"] and result["version"] == 0
+            assert result["afterwards"] and result["version_after"] == 1
 
 
 @pytest.mark.parametrize(("ep", "shards"), [(4, 1), (2, 2)])
