@@ -1,0 +1,48 @@
+"""Balancing map: which replica serves each token group so that the busiest chiplet and region are least busy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from routepack_opt.residency import balance_kernels
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from routepack_opt.residency.layout import Layout
+    from routepack_opt.residency.stage_kernels import StageTables
+
+SWEEPS = 2
+
+
+def balance_map(
+    tables: StageTables, layout: Layout, demand: NDArray[np.int32], sweeps: int = SWEEPS
+) -> NDArray[np.int8]:
+    """Slot that serves each group, int8 [L, E, C], -1 where there are no tokens.
+
+    The counts of a layer are known after its gate. Experts with one replica are counted first; the others, busiest
+    first, choose the set of replicas that raises the layer's peak service time least, arithmetic and streaming alike;
+    then each chooses again, ``sweeps`` times, now that the rest is known.
+
+    Parameters
+    ----------
+    tables
+        Of the scene, ``StageModel.tables``.
+    layout
+        Published replicas.
+    demand
+        int32 [L, E, C].
+    sweeps
+        Repetitions.
+    """
+    num_layers, num_chiplets = demand.shape[0], len(tables.chiplet_ops)
+    order = np.argsort(-demand.sum(axis=2), axis=1, kind="stable")
+    slots = np.empty(demand.shape, dtype=np.int8)
+    balance_kernels.balance_window(
+        tables, demand, order, layout.tier, layout.chiplet, sweeps, np.zeros((num_layers, num_chiplets)),
+        np.zeros((num_layers, len(tables.region_bandwidth))), np.zeros(num_chiplets),
+        np.zeros(num_chiplets, dtype=np.int8), slots,
+    )  # fmt: skip
+    return slots
