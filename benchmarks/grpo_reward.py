@@ -53,12 +53,10 @@ def main() -> None:
                 file=sys.stderr if options.json else sys.stdout,
                 flush=True,
             )
-    means = {
-        name: {
-            end: mean(run[end] for run in runs if run["routepack"] == kind) for end in ("first_reward", "last_reward")
-        }
-        for name, kind in (("with", True), ("without", False))
-    }
+    means = {}
+    for name, kind in (("with", True), ("without", False)):
+        chosen = [run for run in runs if run["routepack"] == kind]
+        means[name] = {end: mean(run[end] for run in chosen) for end in ("first_reward", "last_reward")}
     if options.json:
         print(json.dumps({"runs": runs, "means": means}))
         return

@@ -33,7 +33,7 @@ def state_of_checkpoint(table: dict[str, dict[str, Any]]) -> dict[str, Any]:
     step = job.resume()
     tensors = dict(job.model.named_parameters())
     tensors |= {entry.name: entry.tensor for entry in expert_slot_tensors(job.model, job.optimizer)}
-    digests = {name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
+    digests = {name: hashlib.sha256(t.detach().float().numpy().tobytes()).hexdigest() for name, t in tensors.items()}
     slots = job.slot_map.logical_to_slot.numpy()
     moved = int((slots != np.arange(slots.shape[1])).sum())
     return {"step": step, "slots": slots.tolist(), "digests": digests, "moved": moved}

@@ -31,6 +31,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "parts": {"run__steps": 2},
     "every-rank": {"run__steps": 2, "plan__planner": "every-rank"},
     "plain": {"plan__routepack": False},
+    "one shard": {"run__steps": 2, "parallel__ep": 4, "parallel__shards": 1, "plan__overlap": False},
+    "bf16": {"run__steps": 2, "run__dtype": "bfloat16", "optim__shard_expert_state": True},
+    "kl": {"run__steps": 2, "optim__kl_weight": 0.1},
 }
 
 
@@ -39,7 +42,7 @@ def settings(folder: Path, name: str, **changes: Any) -> dict[str, dict[str, Any
     table["run"]["out"] = str(folder / name)
     for key, value in changes.items():
         section, _, entry = key.partition("__")
-        table[section][entry] = value
+        table.setdefault(section, {})[entry] = value
     return table
 
 
@@ -105,3 +108,22 @@ def test_without_routepack_nothing_moves_and_training_is_the_same(runs: Runs) ->
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
         assert theirs["predicted_gain"] == 0 and theirs["load_before"] == theirs["load_after"]
+
+
+def test_another_topology_trains_the_same(runs: Runs) -> None:
+    for mine, theirs in zip(metrics(runs[0], "one shard"), metrics(runs[0], "whole"), strict=False):
+        assert mine["reward"] == theirs["reward"]
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def test_bfloat16_moves_masters_too(runs: Runs) -> None:
+    parameters, num_bytes = 3 * 16 * 16, 2 + 4 / 2 + 8 / 2  # weight; master and two moments, halved over two shards
+    for line in read_metrics(runs[0] / "bf16" / "metrics.jsonl"):
+        assert line["moved_bytes"] == line["planned_bytes"] == line["moved_experts"] * parameters * num_bytes
+
+
+def test_the_reference_is_the_policy_after_the_warm_start(runs: Runs) -> None:
+    first, second = metrics(runs[0], "kl")
+    assert 0 <= first["kl"] < 1e-6 < second["kl"]
+    assert first["reward"] == metrics(runs[0], "whole")[0]["reward"]

@@ -23,6 +23,7 @@ from routepack_opt.integrations.torch_moe.grpo.loss import PolicyLoss, policy_sa
 from routepack_opt.integrations.torch_moe.grpo.metrics import NAME as METRICS
 from routepack_opt.integrations.torch_moe.grpo.metrics import MetricsWriter, read_metrics
 from routepack_opt.integrations.torch_moe.grpo.placing import Placement, Placer
+from routepack_opt.integrations.torch_moe.grpo.reference import ReferencePolicy
 from routepack_opt.integrations.torch_moe.grpo.sampling import Rollout, sample_answers, sampling_uniforms
 from routepack_opt.integrations.torch_moe.grpo.sealing import SealedWindow, seal_window
 from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
@@ -170,6 +171,8 @@ class Trainer:
         self.timeline = Timeline(config.run.timeline_steps)
         self.placer = Placer(job)
         optim = config.optim
+        # one more model in memory, only where the KL term needs it
+        self.reference = ReferencePolicy(config, job.mesh.device) if optim.kl_weight > 0 else None
         self.loss = PolicyLoss(optim.clip_low, optim.clip_high, optim.kl_weight, config.sampling.temperature)
 
     def step(self, step: int) -> dict[str, Any]:
@@ -222,8 +225,15 @@ class Trainer:
         advantages = group_advantages(
             sealed.rewards, settings.sampling.group_size, scale=settings.optim.advantage_scale
         )
+        reference: dict[int, Any] = {}
+        if self.reference is not None:
+            with self.timeline.span("reference"):
+                reference = self.reference.log_probs(rollouts)
         with self.timeline.span("exchange"):
-            mine = {index: policy_sample(rollout, advantages[index]) for index, rollout in rollouts.items()}
+            mine = {
+                index: policy_sample(rollout, advantages[index], reference.get(index))
+                for index, rollout in rollouts.items()
+            }
             samples = exchange_samples(mine, owners(placement.cells, len(advantages)), job.mesh)
         with self.timeline.span("train"):
             return train_step(
