@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,10 +46,19 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def start(*arguments: object) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     command = [sys.executable, "-m", "routepack_opt", "train", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, **pipes)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()  # its ranks die with it
+    return process.returncode, out, err
 
 
 def test_refusals_are_one_line_and_exit_4(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,10 +98,10 @@ def test_help_does_not_import_torch() -> None:
 @pytest.mark.distributed
 def test_a_short_run_prints_its_summary(config: Path) -> None:
     pytest.importorskip("torch")
-    done = run("--config", config, "--json", "-q")
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
-    assert summary["steps"] == 2 and summary["out"] == str(config.with_name("run"))
+    code, out, err = finish(start("--config", config, "--json", "-q"))
+    assert code == 0, err
+    summary = json.loads(out)
+    assert summary["steps"] == 2 and summary["out"] == str(config.with_name("run")) and not summary["interrupted"]
     for name in ("metrics.jsonl", "summary.json", "timeline.json", "config.json", "checkpoints"):
         assert (config.with_name("run") / name).exists(), name
 
@@ -98,6 +109,20 @@ def test_a_short_run_prints_its_summary(config: Path) -> None:
 @pytest.mark.distributed
 def test_a_refusal_of_the_ranks_keeps_its_exit_code(config: Path) -> None:
     pytest.importorskip("torch")
-    done = run("--config", config, "--resume")
-    assert done.returncode == 4 and "holds no checkpoint to resume from" in done.stderr
-    assert "Traceback" not in done.stderr and not done.stdout
+    code, out, err = finish(start("--config", config, "--resume"))
+    assert code == 4 and "holds no checkpoint to resume from" in err
+    assert "Traceback" not in err and not out
+
+
+@pytest.mark.distributed
+def test_an_interrupted_run_leaves_a_checkpoint(config: Path) -> None:
+    pytest.importorskip("torch")
+    process = start("--config", config, "--steps", "100000")
+    metrics, deadline = config.with_name("run") / "metrics.jsonl", time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    code, out, err = finish(process)
+    assert code == 130 and "Traceback" not in err and "mean reward" in out
+    (checkpoint,) = (config.with_name("run") / "checkpoints").glob("step-*")
+    assert len(metrics.read_text().splitlines()) == int(checkpoint.name.removeprefix("step-"))

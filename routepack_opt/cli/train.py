@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
+from routepack_opt.cli import INTERRUPTED
 from routepack_opt.cli.arguments import integer
 from routepack_opt.cli.output import print_json, table
+from routepack_opt.cli.progress import stop_on_interrupt
 
 if TYPE_CHECKING:
     import argparse
 
-    from routepack_opt.integrations.torch_moe.grpo.loop import RunSummary
     from routepack_opt.integrations.torch_moe.grpo.run_config import RunConfig
+    from routepack_opt.integrations.torch_moe.grpo.summary import RunSummary
 
 DESCRIPTION = """\
 Train a Mixture-of-Experts model by reinforcement learning (GRPO) on sums that are made up
@@ -30,8 +32,11 @@ examples:
 Without torchrun the command starts ep x shards processes on this machine itself, and stops
 all of them when one fails. The run's folder gets metrics.jsonl (a line a step), timeline.json
 (chrome://tracing), summary.json and checkpoints/. A folder that holds a run already is left
-alone: the next free name (run-2, run-3 ...) is taken, unless --resume goes on with it."""
+alone: the next free name (run-2, run-3 ...) is taken, unless --resume goes on with it.
 
+Ctrl-C ends the run after the current step, with a checkpoint, and exits with 130."""
+
+_GRACE_S = 60.0  # after Ctrl-C the ranks finish their step and write a checkpoint; a second one ends the wait
 _REFUSALS = (2, 3, 4)  # exit codes that a rank explains in a line of its own
 
 
@@ -63,9 +68,10 @@ def run(options: argparse.Namespace) -> int:
     _check_libraries()
     if under_launcher():
         summary = _join(config, options.resume)
-        if summary is not None:
-            _print(summary, options.json)
-        return 0
+        if summary is None:
+            return 0
+        _print(summary, options.json)
+        return INTERRUPTED if summary.interrupted else 0
     return _start(options, config)
 
 
@@ -83,8 +89,9 @@ def _join(config: RunConfig, resume: bool) -> RunSummary | None:
     from routepack_opt.integrations.torch_moe.process_setup import process_group
 
     parallel = config.parallel
-    with process_group(backend=parallel.backend, timeout_s=parallel.timeout_s, num_threads=parallel.threads) as setup:
-        return run_training(config, setup.device, resume=resume)
+    settings = {"backend": parallel.backend, "timeout_s": parallel.timeout_s, "num_threads": parallel.threads}
+    with process_group(**settings) as setup, stop_on_interrupt() as stop:
+        return run_training(config, setup.device, resume=resume, stop=stop)
 
 
 def _start(options: argparse.Namespace, config: RunConfig) -> int:
@@ -98,7 +105,7 @@ def _start(options: argparse.Namespace, config: RunConfig) -> int:
         if getattr(options, name):
             command.append(f"--{name.replace('_', '-')}")
     try:
-        launch(command, config.num_processes)
+        launch(command, config.num_processes, grace_s=_GRACE_S)
     except LaunchError as error:
         if error.returncode in _REFUSALS:  # the rank's own line has already passed through
             return error.returncode

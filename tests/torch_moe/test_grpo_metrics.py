@@ -11,8 +11,8 @@ pytest.importorskip("torch")
 from typing import TYPE_CHECKING
 
 from routepack_opt.errors import FormatError
-from routepack_opt.integrations.torch_moe.grpo.loop import free_folder, summarise
 from routepack_opt.integrations.torch_moe.grpo.metrics import MetricsWriter, read_metrics
+from routepack_opt.integrations.torch_moe.grpo.summary import free_folder, summarise
 from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
 from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
 

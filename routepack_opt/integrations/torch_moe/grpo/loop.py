@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,61 +25,22 @@ from routepack_opt.integrations.torch_moe.grpo.placing import Placement, Placer
 from routepack_opt.integrations.torch_moe.grpo.reference import ReferencePolicy
 from routepack_opt.integrations.torch_moe.grpo.sampling import Rollout, sample_answers, sampling_uniforms
 from routepack_opt.integrations.torch_moe.grpo.sealing import SealedWindow, seal_window
+from routepack_opt.integrations.torch_moe.grpo.summary import RunSummary, free_folder, numbered_folder, summarise
 from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
-from routepack_opt.integrations.torch_moe.mesh import broadcast_
+from routepack_opt.integrations.torch_moe.mesh import all_reduce_, broadcast_
 from routepack_opt.integrations.torch_moe.step import StepResult, train_step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import threading
+    from pathlib import Path
 
     from routepack_opt.integrations.torch_moe.grpo.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 
-_ENDS = 10  # steps at each end of a run that the summary averages
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """A whole run, from its metrics.
-
-    Attributes
-    ----------
-    steps
-        Optimizer steps, those before a restart included.
-    first_reward, last_reward
-        Mean over the first and last ten steps (fewer in a shorter run).
-    start_reward
-        Of the first step: the policy after the warm start, before any reinforcement.
-    moved_experts, moved_bytes, exposed_s, seconds
-        Sums over all steps; bytes of one EDP shard, ``exposed_s`` the time steps waited for experts to move.
-    placements_changed
-        Steps in which at least one expert changed rank.
-    predicted_gain
-        Mean over steps.
-    out
-        Folder of the run.
-    """
-
-    steps: int
-    start_reward: float
-    first_reward: float
-    last_reward: float
-    moved_experts: int
-    moved_bytes: int
-    placements_changed: int
-    exposed_s: float
-    predicted_gain: float
-    seconds: float
-    out: str
-
-    def to_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
-
 
 def run_training(
-    config: RunConfig, device: torch.device | str, *, resume: bool = False, on_step: Callable[[int], None] | None = None
+    config: RunConfig, device: torch.device | str, *, resume: bool = False, stop: threading.Event | None = None
 ) -> RunSummary | None:
     """Train as ``config`` says; every rank calls it, after ``init_process_group``.
 
@@ -88,8 +48,8 @@ def run_training(
     ----------
     resume
         Go on from the newest checkpoint in ``run.out``.
-    on_step
-        Called after each step, with its number (tests).
+    stop
+        Set on any rank, it ends the run after the current step, with a checkpoint.
 
     Returns
     -------
@@ -110,33 +70,23 @@ def run_training(
         writer = MetricsWriter(out, first_step=first_step, tensorboard=config.run.tensorboard)
         write_json(out / "config.json", config.to_table(), indent=2)
     trainer = Trainer(job)
+    interrupted = False
     for step in range(first_step, config.run.steps):
         values = trainer.step(step)
         if writer is not None:
             writer.write(step, values)
             _log_step(step, values, config.run.steps)
-        if on_step is not None:
-            on_step(step)
+        interrupted = step + 1 < config.run.steps and trainer.agree_to_stop(stop)
+        if interrupted:
+            break
     if config.run.timeline_steps:
         trainer.timeline.write(out / "timeline.json", job.mesh)
     if writer is None:
         return None
     writer.close()
-    summary = summarise(read_metrics(out / METRICS), str(out))
+    summary = replace(summarise(read_metrics(out / METRICS), str(out)), interrupted=interrupted)
     write_json(out / "summary.json", summary.to_json(), indent=2)
     return summary
-
-
-def free_folder(out: str) -> int:
-    """The least n such that no run is in ``out`` (n = 1) or ``out``-n."""
-    number = 1
-    while (_numbered(out, number) / METRICS).exists():
-        number += 1
-    return number
-
-
-def _numbered(out: str, number: int) -> Path:
-    return Path(out) if number == 1 else Path(f"{out}-{number}")
 
 
 def _own_folder(job: Job, *, resume: bool) -> Path:
@@ -145,7 +95,7 @@ def _own_folder(job: Job, *, resume: bool) -> Path:
     problem: InvalidInput | None = None
     if job.mesh.rank == 0:
         number = 1 if resume else free_folder(job.config.run.out)
-        out = _numbered(job.config.run.out, number)
+        out = numbered_folder(job.config.run.out, number)
         try:
             out.mkdir(parents=True, exist_ok=True)
             choice[0] = number
@@ -158,7 +108,7 @@ def _own_folder(job: Job, *, resume: bool) -> Path:
         raise problem
     if choice.item() == 0:
         raise InvalidInput(f"{job.config.run.out}: rank 0 cannot write there")
-    return _numbered(job.config.run.out, int(choice.item()))
+    return numbered_folder(job.config.run.out, int(choice.item()))
 
 
 class Trainer:
@@ -169,6 +119,7 @@ class Trainer:
         self.job = job
         config = job.config
         self.timeline = Timeline(config.run.timeline_steps)
+        self.steps_done = self.saved_step = 0
         self.placer = Placer(job)
         optim = config.optim
         # one more model in memory, only where the KL term needs it
@@ -195,12 +146,26 @@ class Trainer:
         placement = self.placer.place(sealed.window, step, timeline)
         result = self._train(rollouts, sealed, placement)
         self.placer.observe(placement, sum(result.seconds.values()))
-        config = job.config.run
-        last = step + 1 == config.steps
-        if last or (config.checkpoint_every and (step + 1) % config.checkpoint_every == 0):
-            with timeline.span("checkpoint"):
-                job.save(step + 1)
+        self.steps_done = step + 1
+        every = job.config.run.checkpoint_every
+        if self.steps_done == job.config.run.steps or (every and self.steps_done % every == 0):
+            self._checkpoint()
         return self._metrics(sealed, placement, result, time.perf_counter() - start)
+
+    def agree_to_stop(self, stop: threading.Event | None) -> bool:
+        """Whether any rank was asked to stop; then the state is saved. Every rank calls it between steps."""
+        mesh = self.job.mesh
+        flag = torch.tensor([stop is not None and stop.is_set()], dtype=torch.int32, device=mesh.device)
+        if not all_reduce_(flag, mesh.dp_group).item():
+            return False
+        if self.saved_step != self.steps_done:
+            self._checkpoint()
+        return True
+
+    def _checkpoint(self) -> None:
+        with self.timeline.span("checkpoint"):
+            self.job.save(self.steps_done)
+        self.saved_step = self.steps_done
 
     def _sample(self, step: int) -> tuple[dict[int, Rollout], dict[int, float]]:
         """This rank's samples and their rewards: prompts d, d + D, d + 2D ..."""
@@ -270,33 +235,6 @@ class Trainer:
             "seconds": round(seconds, 6),
             "seconds_by_part": {name: round(value, 6) for name, value in parts.items()},
         }
-
-
-def summarise(lines: list[dict[str, Any]], out: str) -> RunSummary:
-    """What the metrics of a run say; at least one line."""
-    if not lines:
-        raise InvalidInput(f"{out}: no step was run; nothing to summarise")
-
-    def mean(name: str, part: list[dict[str, Any]]) -> float:
-        values = [float(line[name]) for line in part if line.get(name) is not None]
-        return sum(values) / len(values) if values else 0.0
-
-    def total(name: str) -> float:
-        return sum(line.get(name) or 0 for line in lines)
-
-    return RunSummary(
-        steps=len(lines),
-        start_reward=float(lines[0]["reward"]),
-        first_reward=mean("reward", lines[:_ENDS]),
-        last_reward=mean("reward", lines[-_ENDS:]),
-        moved_experts=int(total("moved_experts")),
-        moved_bytes=int(total("moved_bytes")),
-        placements_changed=sum(line.get("moved_experts", 0) > 0 for line in lines),
-        exposed_s=total("exposed_s"),
-        predicted_gain=mean("predicted_gain", lines),
-        seconds=total("seconds"),
-        out=out,
-    )
 
 
 def _log_step(step: int, values: dict[str, Any], num_steps: int) -> None:
