@@ -33,14 +33,14 @@ def serve_expert(tables, layer, sign, demand, tiers, chiplets, slots, chip_s, re
 
 
 @kernel
-def split_expert(tables, layer, demand, tiers, chiplets, scale, chip_s, region_s, trial_s, trial, out):  # type: ignore[no-untyped-def]
+def split_expert(tables, layer, demand, tiers, chiplets, weights, scale, chip_s, region_s, trial_s, trial, out):  # type: ignore[no-untyped-def]
     """Serve one expert by the set of its replicas that leaves the layer least loaded; fills out [C].
 
     Every non-empty set of replicas is tried: each streams once, and the groups, in source order, go to the replica of
     the set whose chiplet is then done first (travel included). Sets are compared by the growth of
     sum (chiplet / scale) ** 8 + sum (region / scale) ** 8, so the layer's maximum counts and ties still matter. The
-    loads chip_s [C] and region_s [G] of all other experts are not changed. trial_s [C] and trial [C] are scratch.
-    Returns the growth.
+    loads chip_s [C] and region_s [G] of all other experts are not changed.
+    weights [3] of chiplets, regions and travel. trial_s [C] and trial [C] are scratch. Returns the growth.
     """
     count = 0
     while count < len(tiers) and tiers[count] >= 0:
@@ -58,7 +58,7 @@ def split_expert(tables, layer, demand, tiers, chiplets, scale, chip_s, region_s
                     if (chosen >> other) & 1 and tables.region_of[tiers[other], chiplets[other]] == g:
                         load += tables.expert_bytes[layer] / tables.region_bandwidth[g]
                 more = load + tables.expert_bytes[layer] / tables.region_bandwidth[g]
-                cost += power8(more * scale) - power8(load * scale)
+                cost += weights[1] * (power8(more * scale) - power8(load * scale))
         if best_cost >= 0.0 and cost >= best_cost:
             continue
         travel = 0.0
@@ -71,7 +71,8 @@ def split_expert(tables, layer, demand, tiers, chiplets, scale, chip_s, region_s
                     d = chiplets[slot]
                     data = demand[c] * tables.token_bytes
                     path = data * (tables.route_inverse[c, d] + tables.route_inverse[d, c])
-                    done = trial_s[d] + demand[c] * tables.expert_ops / tables.chiplet_ops[d] + path
+                    work = trial_s[d] + demand[c] * tables.expert_ops / tables.chiplet_ops[d]
+                    done = weights[0] * work + weights[2] * path
                     if least < 0.0 or done < least:
                         least = done
                         trial[c] = slot
@@ -81,9 +82,9 @@ def split_expert(tables, layer, demand, tiers, chiplets, scale, chip_s, region_s
         for slot in range(count):
             if (chosen >> slot) & 1:
                 d = chiplets[slot]
-                cost += power8(trial_s[d] * scale) - power8(chip_s[d] * scale)
+                cost += weights[0] * (power8(trial_s[d] * scale) - power8(chip_s[d] * scale))
                 trial_s[d] = chip_s[d]  # two replicas on one chiplet count once
-        cost += travel * scale / len(tables.link_bandwidth)
+        cost += weights[2] * travel * scale / len(tables.link_bandwidth)
         if best_cost < 0.0 or cost < best_cost:
             best_cost = max(cost, 0.0)
             for c in range(len(demand)):
@@ -93,11 +94,11 @@ def split_expert(tables, layer, demand, tiers, chiplets, scale, chip_s, region_s
 
 @kernel
 def balance_layer(  # type: ignore[no-untyped-def]
-    tables, layer, demand, order, tiers, chiplets, sweeps, chip_s, region_s, trial_s, trial, out
+    tables, layer, demand, order, tiers, chiplets, weights, sweeps, chip_s, region_s, trial_s, trial, out
 ):  # fmt: skip
     """Serve all experts of one layer: single replicas first, the others in ``order``, then ``sweeps`` times again.
 
-    Leaves the service seconds in chip_s and region_s.
+    Leaves the service seconds in chip_s and region_s; returns the scale of loads (1 / s), 0 without tokens.
     """
     chip_s[:] = 0.0
     region_s[:] = 0.0
@@ -115,7 +116,7 @@ def balance_layer(  # type: ignore[no-untyped-def]
     for d in range(len(tables.chiplet_ops)):
         ops += tables.chiplet_ops[d]
     if total_s == 0.0:
-        return
+        return 0.0
     even = total_s / ops  # powers are taken of loads in units of the even share or of the largest load, never tiny
     for g in range(len(region_s)):
         even = max(even, region_s[g])
@@ -130,16 +131,18 @@ def balance_layer(  # type: ignore[no-untyped-def]
             if sweep > 0:
                 serve_expert(tables, layer, -1.0, demand[e], tiers[e], chiplets[e], out[e], chip_s, region_s)
             split_expert(
-                tables, layer, demand[e], tiers[e], chiplets[e], scale, chip_s, region_s, trial_s, trial, out[e]
-            )
+                tables, layer, demand[e], tiers[e], chiplets[e], weights, scale, chip_s, region_s, trial_s, trial,
+                out[e],
+            )  # fmt: skip
             serve_expert(tables, layer, 1.0, demand[e], tiers[e], chiplets[e], out[e], chip_s, region_s)
+    return scale
 
 
 @kernel
-def balance_window(tables, demand, order, tiers, chiplets, sweeps, chip_s, region_s, trial_s, trial, out):  # type: ignore[no-untyped-def]
+def balance_window(tables, demand, order, tiers, chiplets, weights, sweeps, chip_s, region_s, trial_s, trial, out):  # type: ignore[no-untyped-def]
     """:func:`balance_layer` of every layer; chip_s [L, C] and region_s [L, G]."""
     for layer in range(demand.shape[0]):
         balance_layer(
-            tables, layer, demand[layer], order[layer], tiers[layer], chiplets[layer], sweeps, chip_s[layer],
+            tables, layer, demand[layer], order[layer], tiers[layer], chiplets[layer], weights, sweeps, chip_s[layer],
             region_s[layer], trial_s, trial, out[layer],
         )  # fmt: skip

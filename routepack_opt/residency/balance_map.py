@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from routepack_opt.residency.stage_kernels import StageTables
 
 SWEEPS = 2
+WEIGHTS = (1.0, 1.0, 1.0)  # load, bank, link: a signal set to 0 is not looked at
 
 
 def balance_map(
-    tables: StageTables, layout: Layout, demand: NDArray[np.int32], sweeps: int = SWEEPS
+    tables: StageTables, layout: Layout, demand: NDArray[np.int32], sweeps: int = SWEEPS,
+    weights: tuple[float, float, float] = WEIGHTS,
 ) -> NDArray[np.int8]:
     """Slot that serves each group, int8 [L, E, C], -1 where there are no tokens.
 
@@ -36,13 +38,15 @@ def balance_map(
         int32 [L, E, C].
     sweeps
         Repetitions.
+    weights
+        Of chiplets, regions and travel.
     """
     num_layers, num_chiplets = demand.shape[0], len(tables.chiplet_ops)
     order = np.argsort(-demand.sum(axis=2), axis=1, kind="stable")
     slots = np.empty(demand.shape, dtype=np.int8)
     balance_kernels.balance_window(
-        tables, demand, order, layout.tier, layout.chiplet, sweeps, np.zeros((num_layers, num_chiplets)),
-        np.zeros((num_layers, len(tables.region_bandwidth))), np.zeros(num_chiplets),
-        np.zeros(num_chiplets, dtype=np.int8), slots,
+        tables, demand, order, layout.tier, layout.chiplet, np.asarray(weights, dtype=np.float64), sweeps,
+        np.zeros((num_layers, num_chiplets)), np.zeros((num_layers, len(tables.region_bandwidth))),
+        np.zeros(num_chiplets), np.zeros(num_chiplets, dtype=np.int8), slots,
     )  # fmt: skip
     return slots

@@ -119,7 +119,17 @@ def popularity_layout(
     books = [LayerBook(scene, layer, demand[layer]) for layer in range(scene.num_layers)]
     for layer, book in enumerate(books):
         _place_primaries(layout, book, layer_quota(scene, layer))
-    add_replicas(layout, books, location)
+    _add_replicas(layout, books, location)
+    return layout
+
+
+def replicate(layout: Layout, profile: NDArray[np.float64], location: Location) -> Layout:
+    """Fill the budget of a layout of primaries with replicas by popularity; ``profile`` [L, E, C] of one window."""
+    books = [LayerBook(layout.scene, layer, profile[layer]) for layer in range(layout.scene.num_layers)]
+    nothing = np.zeros(0, dtype=np.int64)
+    for (layer, expert), tier in np.ndenumerate(layout.tier[:, :, 0]):
+        books[layer].place(expert, int(tier), int(layout.chiplet[layer, expert, 0]), nothing)
+    _add_replicas(layout, books, location)
     return layout
 
 
@@ -147,7 +157,7 @@ def _place_primaries(layout: Layout, book: LayerBook, quota: NDArray[np.int64]) 
         quota[region_of[tier, chiplet]] -= 1
 
 
-def add_replicas(layout: Layout, books: list[LayerBook], location: Location = "balanced") -> None:
+def _add_replicas(layout: Layout, books: list[LayerBook], location: Location = "balanced") -> None:
     """Fill the budget: one more replica for the expert with the most demand per replica, again and again."""
     scene = layout.scene
     queue = [
