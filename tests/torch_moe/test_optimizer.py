@@ -192,3 +192,30 @@ def test_pad_tokens_load_experts_evenly_and_stay_apart() -> None:
     routed = route_last_tokens(row, model, MESH)
     assert (row.routes_TLK[[4, 10]] == -1).all() and (routed.routes_TLK >= 0).all()
     assert torch.equal(routed.routes_TLK[:4], row.routes_TLK[:4])
+
+
+def test_second_optimizer_of_a_bf16_model_gets_its_gradients() -> None:
+    """The hooks of the first one took them: the norm was 0 and nothing was trained, without a word."""
+    model, first, _ = build(MESH, dtype="bfloat16")
+    second = MoEAdamW(model, MESH)
+    samples = make_samples(0, LENGTHS)
+    norms = [
+        train_step(model, optimizer, MESH, [[0, 1]], samples, loss_fn, total_tokens=1e3).grad_norm
+        for optimizer in (second, first)
+    ]
+    model, only, _ = build(MESH, dtype="bfloat16")
+    wanted = train_step(model, only, MESH, [[0, 1]], samples, loss_fn, total_tokens=1e3).grad_norm
+    assert norms[0] == pytest.approx(wanted) and norms[1] > 0.1 * wanted > 0
+
+
+def test_frozen_experts_travel_without_state_and_stay_as_they_are() -> None:
+    """Freezing experts ended in a StopIteration."""
+    model, _, _ = build(MESH)
+    for block in model.moe_blocks:
+        block.experts.down.requires_grad_(False)
+    before = model.moe_blocks[0].experts.down.clone()
+    optimizer = MoEAdamW(model, MESH)
+    names = {entry.name for entry in expert_slot_tensors(model, optimizer)}
+    assert "0.down.weight" in names and "0.down.exp_avg" not in names and "0.gate_up.exp_avg" in names
+    result = train_step(model, optimizer, MESH, [[0, 1]], make_samples(0, LENGTHS), loss_fn, total_tokens=9)
+    assert result.grad_norm > 0 and torch.equal(before, model.moe_blocks[0].experts.down)

@@ -68,6 +68,45 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all() -> None:
 
 
 @pytest.mark.distributed
+def test_settings_and_fields_wrong_on_one_rank_are_refused_on_all() -> None:
+    wrong, other = run_ranks(f"{WORKERS}:other_refusals", 2)
+    assert len(wrong) == len(other) == 7
+    assert "total_tokens: 4 here, 4 to 9 over the ranks" in wrong[0] and "total_tokens: 9 here" in other[0]
+    assert "total_tokens: '9' is not a number above 0" in wrong[1] and "rank 0 cannot run its cells" in other[1]
+    assert "replay: 0 here, 0 to 1" in wrong[2]
+    assert "max_grad_norm: -1.0 is not a number above 0" in wrong[3]  # would have turned every gradient round
+    assert "max_grad_norm: 2 here, -1 to 2" in wrong[4]
+    assert "pad_multiple: 0 is not an integer of at least 1" in wrong[5]
+    assert "sample 1: has fields ['mask'], sample 0 of its cell" in wrong[6] and "rank 0 cannot" in other[6]
+
+
+@pytest.mark.distributed
+def test_loss_function_that_raises_on_one_rank_ends_the_step_on_all_at_once() -> None:
+    """The others waited until their collective timed out."""
+    found = run_ranks(f"{WORKERS}:failing_loss", 4, timeout_s=60)
+    for rank, (message, seconds, same, loss) in enumerate(found):
+        if rank == 1:
+            assert message.startswith("KeyError")
+        else:
+            assert message.startswith("StepFailed: rank 1: its loss function failed (KeyError: 'no such")
+        assert seconds < 30 and same and loss == found[0][3]
+
+
+@pytest.mark.distributed
+def test_metrics_that_not_all_ranks_report_are_not_mixed_up() -> None:
+    """Sums were added up by position, and a metric called "loss" replaced the loss."""
+    for metrics, loss, tokens in run_ranks(f"{WORKERS}:uneven_metrics", 2):
+        assert metrics == {"a": 2.0, "b": 1.0, "loss": 50.0} and tokens == 11 and 0 < loss < 1
+
+
+@pytest.mark.distributed
+def test_gradient_norm_is_the_same_to_the_last_bit_on_shards_of_another_order() -> None:
+    """Copies of an expert would drift apart where clipping factors differ."""
+    norms = run_ranks(f"{WORKERS}:norm_bits", 6)
+    assert all(other == norms[0] for other in norms)
+
+
+@pytest.mark.distributed
 def test_sharding_halves_expert_state() -> None:
     for found in run_ranks(f"{WORKERS}:state_bytes", 4, {"shard": True}):
         assert found["columns"] == -(-found["size"] // 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,9 @@ from training_workers import (
 )
 
 from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
-from routepack_opt.integrations.torch_moe.step import train_step
+from routepack_opt.integrations.torch_moe.model import build_model
+from routepack_opt.integrations.torch_moe.optimizer import MoEAdamW
+from routepack_opt.integrations.torch_moe.step import StepFailed, train_step
 
 
 def run_steps(
@@ -94,6 +97,81 @@ def refusals() -> list[str]:
         except ValueError as error:
             messages.append(str(error))
     return messages
+
+
+def other_refusals() -> list[str]:
+    """What used to hang, or to train on wrong numbers, when wrong on rank 0 only: settings, counts, fields."""
+    mesh = make_mesh(2, 1)
+    model, optimizer, _ = build(mesh)
+    samples = make_samples(0, [5, 6, 7])
+    odd = samples | {1: dataclasses.replace(samples[1], fields={"mask": samples[1].fields["mask"]})}
+    cases: list[dict[str, Any]] = [
+        {"total_tokens": 4}, {"total_tokens": "9"}, {"replay": False}, {"max_grad_norm": -1.0}, {"max_grad_norm": 2.0},
+        {"pad_multiple": 0}, {"samples": odd, "cells": [[0, 1]]},
+    ]  # fmt: skip
+    messages = []
+    for case in cases:
+        given = {"total_tokens": 9, "samples": samples, "cells": [[0]]} | (case if mesh.rank == 0 else {})
+        cells, held = given.pop("cells"), given.pop("samples")
+        try:
+            train_step(model, optimizer, mesh, cells, held, loss_fn, **given)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def failing_loss() -> list[Any]:
+    """The loss function raises on rank 1 in the first of three rows; then a step that works."""
+    mesh = make_mesh(2, 2)
+    model, optimizer, _ = build(mesh)
+    samples = make_samples(0, [5, 6, 7])
+    before = logical_state(model, optimizer, mesh)
+
+    def fails(logits_TV: torch.Tensor, row: Any) -> torch.Tensor:
+        if mesh.rank == 1:
+            raise KeyError("no such\nfield")
+        return loss_fn(logits_TV, row)[0]
+
+    start = time.monotonic()
+    try:
+        train_step(model, optimizer, mesh, [[0], [1], []], samples, fails, total_tokens=9)
+        message = "none"
+    except (StepFailed, KeyError) as error:
+        message = f"{type(error).__name__}: {error}"
+    seconds = time.monotonic() - start
+    after = logical_state(model, optimizer, mesh)
+    same = optimizer.steps == 0 and all(torch.equal(before[name], after[name]) for name in before)
+    result = train_step(model, optimizer, mesh, [[0], [1], []], samples, loss_fn, total_tokens=9)
+    return [message, seconds, same, result.loss]
+
+
+def uneven_metrics() -> list[Any]:
+    """Rank 0 names one metric, rank 1 two, and one of them like a result of the step; numbers instead of tensors."""
+    mesh = make_mesh(2, 1)
+    model, optimizer, _ = build(mesh)
+    samples = make_samples(0, [5, 6])
+
+    def loss(logits_TV: torch.Tensor, row: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+        own = {"b": 1.0, "loss": 50} if mesh.rank else {"a": torch.tensor(2.0)}
+        return loss_fn(logits_TV, row)[0], own
+
+    result = train_step(model, optimizer, mesh, [[mesh.rank]], samples, loss, total_tokens=1000)
+    return [result.metrics, result.loss, result.tokens]
+
+
+def norm_bits() -> list[str]:
+    """The norm on every rank of two shards whose members stand in different orders."""
+    mesh = make_mesh(3, [[0, 1, 2], [5, 3, 4]])
+    model = build_model(dataclasses.replace(CONFIG, num_experts=9), mesh)
+    optimizer = MoEAdamW(model, mesh)
+    generator = torch.Generator()
+    norms = []
+    for seed in range(40):
+        generator.manual_seed(3 * seed + mesh.ep_rank)  # copies of an expert have the same gradient
+        for bucket in optimizer.expert_gradients.buckets:
+            bucket.normal_(generator=generator).mul_((1.0, 1e-2, 3e-3)[mesh.ep_rank])
+        norms.append(optimizer.gradient_norm().hex())
+    return norms
 
 
 def state_bytes(shard: bool) -> dict[str, int]:

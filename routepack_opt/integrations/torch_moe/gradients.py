@@ -43,9 +43,6 @@ class GradientBuffers:
         self.buckets: list[torch.Tensor] = []
         self.views: dict[str, torch.Tensor] = {}
         self._allocate(bucket_bytes)
-        for name, parameter in self._parameters.items():
-            if parameter.dtype != torch.float32:
-                parameter.register_post_accumulate_grad_hook(_AddTo(self.views[name]))
         self.zero_()
 
     def _allocate(self, bucket_bytes: int) -> None:
@@ -69,11 +66,13 @@ class GradientBuffers:
         self.buckets.append(bucket)
 
     def zero_(self) -> None:
-        """Zero the buffers and tie every float32 ``.grad`` to its view again."""
+        """Zero the buffers and take the parameters' gradients in hand, also where other buffers had them before."""
         for bucket in self.buckets:
             bucket.zero_()
         for name, parameter in self._parameters.items():
             parameter.grad = self.views[name] if parameter.dtype == torch.float32 else None
+            if parameter.dtype != torch.float32:
+                _AddTo.tie(parameter, self.views[name])
 
     def collect_(self) -> None:
         """Take in gradients that were put elsewhere, as ``model.zero_grad()`` before a backward pass causes."""
@@ -105,8 +104,21 @@ class GradientBuffers:
 
 
 class _AddTo:
+    """Hook of a parameter that is not float32; a parameter has one at most, that of the buffers last zeroed."""
+
     def __init__(self, view: torch.Tensor) -> None:
         self._view = view
+
+    @classmethod
+    def tie(cls, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        former = getattr(parameter, "_routepack_gradient", None)
+        if former is not None:
+            hook, handle = former
+            if hook._view is view:
+                return
+            handle.remove()
+        hook = cls(view)
+        parameter._routepack_gradient = (hook, parameter.register_post_accumulate_grad_hook(hook))
 
     def __call__(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

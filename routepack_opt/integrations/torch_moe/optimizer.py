@@ -93,6 +93,7 @@ class MoEAdamW:
             (layer, matrix): _name_of(expert, parameter)
             for layer, block in enumerate(model.moe_blocks)
             for matrix, parameter in block.experts.named_parameters()
+            if parameter.requires_grad
         }
 
     def zero_grad(self) -> None:
@@ -107,8 +108,10 @@ class MoEAdamW:
 
     def gradient_norm(self) -> float:
         """Norm of the whole model's reduced gradient, the same on every rank."""
-        squares = self.expert_gradients.squared_norm().to(self.mesh.device)
-        all_reduce_(squares, self.mesh.ep_group)  # every expert lives on one EP rank of a shard
+        squares = self.expert_gradients.squared_norm().to(self.mesh.device) / self.mesh.num_edp
+        # every expert is counted on each of its shards: one sum over all ranks, because sums inside the shards could
+        # differ in their last bit, and the copies of a weight drift apart after clipping
+        all_reduce_(squares, self.mesh.dp_group)
         return float((squares + self.dense_gradients.squared_norm().to(self.mesh.device)).sqrt())
 
     def clip_(self, max_norm: float | None) -> float:
@@ -156,9 +159,10 @@ class MoEAdamW:
                     columns = _columns(size, shard, state.num_parts)
                     state.weight_Hn[:, columns] = gathered[position][:, : columns.stop - columns.start]
 
-    def expert_state(self, moe_layer: int, matrix: str) -> ParameterState:
-        """State of one matrix of one MoE layer's experts."""
-        return self._states[self._expert_names[moe_layer, matrix]]
+    def expert_state(self, moe_layer: int, matrix: str) -> ParameterState | None:
+        """State of one matrix of one MoE layer's experts; None where it is frozen (``requires_grad`` is off)."""
+        name = self._expert_names.get((moe_layer, matrix))
+        return None if name is None else self._states[name]
 
     @torch.no_grad()
     def refresh_masters(self) -> None:

@@ -73,6 +73,8 @@ def expert_slot_tensors(model: Any, optimizer: MoEAdamW | None = None) -> list[S
             if optimizer is None:
                 continue
             state = optimizer.expert_state(layer, matrix)
+            if state is None:  # frozen: it travels without state
+                continue
             for kind, tensor in (
                 ("master", state.master),
                 ("exp_avg", state.exp_avg),

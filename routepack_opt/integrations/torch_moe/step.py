@@ -24,7 +24,8 @@ from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_reduce_
 from routepack_opt.integrations.torch_moe.pad_tokens import pad_row, route_last_tokens
 from routepack_opt.integrations.torch_moe.route_tape import RouteTape
 from routepack_opt.integrations.torch_moe.samples import PackedRow, TrainSample, pack_row
-from routepack_opt.integrations.torch_moe.step_checks import check_step
+from routepack_opt.integrations.torch_moe.step_checks import StepSettings, check_step
+from routepack_opt.integrations.torch_moe.step_sums import RowSums, StepFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from routepack_opt.integrations.torch_moe.optimizer import MoEAdamW
 
 _log = logging.getLogger(__name__)
+
+__all__ = ["LossFunction", "StepFailed", "StepResult", "count_tokens", "train_step"]
 
 # (logits [T, V], row) -> the SUM of the row's token losses, or that and named SUMS to report
 LossFunction = Callable[[torch.Tensor, PackedRow], "torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]"]
@@ -92,7 +95,7 @@ def train_step(
     loss_fn
         Sum, not mean; sees no pad token.
     total_tokens
-        What the loss is divided by: loss tokens of the whole step, over all ranks.
+        What the loss is divided by: loss tokens of the whole step, over all ranks; the same number on all.
     max_grad_norm
         Clip the norm of the whole model's gradient; None does not.
     pad_multiple
@@ -108,10 +111,14 @@ def train_step(
     Raises
     ------
     InvalidInput
-        Ranks disagree on the number of rows, a sample is missing or does not fit the model, ``total_tokens`` is not
-        positive; on every rank alike.
+        Ranks disagree on the number of rows, ``total_tokens`` or a setting, a sample is missing or does not fit the
+        model, a setting is out of range; on every rank, before any row runs.
+    StepFailed
+        ``loss_fn`` raised on another rank (which raises that error itself); on every rank, after the last row, and
+        nothing is updated.
     """
-    check_step(model, mesh, cells_of_rank, samples, total_tokens)
+    settings = StepSettings(total_tokens, max_grad_norm, pad_multiple, replay)
+    check_step(model, mesh, cells_of_rank, samples, settings)
     clock = _Clock(mesh.device if wait_for_device else None)
     runner = _RowRunner(model, mesh, loss_fn, total_tokens, pad_multiple, replay, route_last, clock)
     optimizer.zero_grad()
@@ -120,20 +127,19 @@ def train_step(
     with clock.part("reduce"):
         optimizer.reduce_gradients()
         norm = optimizer.clip_(max_grad_norm)
-        totals = _reduce_sums(runner.sums, mesh)
+        loss, tokens, metrics = runner.sums.over_ranks(mesh)
     skipped = not math.isfinite(norm)
     if skipped:
         _log.warning("the gradient's norm is %s: step skipped", norm)
     else:
         with clock.part("update"):
             optimizer.step()
-    loss, tokens = totals.pop("loss", 0.0) / total_tokens, int(totals.pop("tokens", 0.0))
-    return StepResult(loss, norm, tokens, totals, clock.seconds, skipped)
+    return StepResult(loss / total_tokens, norm, int(tokens), metrics, clock.seconds, skipped)
 
 
 @dataclass
 class _RowRunner:
-    """Forward and backward of one row after another; ``sums`` collects what they report."""
+    """Forward and backward of one row after another; ``sums`` collects what they report, a failed loss included."""
 
     model: Any
     mesh: ParallelMesh
@@ -143,7 +149,7 @@ class _RowRunner:
     replay: bool
     route_last: bool
     clock: _Clock
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    sums: RowSums = field(default_factory=RowSums)
 
     def run(self, cell: Sequence[int], samples: Mapping[int, TrainSample]) -> None:
         with self.clock.part("pack"):
@@ -154,7 +160,6 @@ class _RowRunner:
                 loss = self._forward(row, padded)
             with self.clock.part("backward"):
                 (loss / self.total_tokens).backward()
-        self._add("tokens", torch.tensor(float(row.num_tokens)))
 
     def _with_all_routes(self, row: PackedRow) -> PackedRow:
         if not self.replay:
@@ -183,28 +188,7 @@ class _RowRunner:
         routes_TLK = padded.routes_TLK
         tape = RouteTape.off() if routes_TLK is None else RouteTape.replaying(routes_TLK)
         logits_TV = self.model(padded.tokens_T, padded.cu_seqlens_S1, tape=tape)[: row.num_tokens]
-        answer = self.loss_fn(logits_TV, row)
-        loss, metrics = answer if isinstance(answer, tuple) else (answer, {})
-        if row.num_tokens == 0 or not loss.requires_grad:
-            # the backward pass is collective: a cell without loss still takes its part in every exchange
-            loss = loss + 0.0 * logits_TV.sum()
-        self._add("loss", loss.detach())
-        for name, value in metrics.items():
-            self._add(f"metric.{name}", value.detach())
-        return loss
-
-    def _add(self, name: str, value: torch.Tensor) -> None:
-        value = value.double()
-        self.sums[name] = self.sums[name] + value if name in self.sums else value
-
-
-def _reduce_sums(sums: dict[str, torch.Tensor], mesh: ParallelMesh) -> dict[str, float]:
-    names = sorted(sums)
-    if not names:
-        return {}
-    totals = torch.stack([sums[name].to(mesh.device) for name in names])
-    values = all_reduce_(totals, mesh.dp_group).tolist()
-    return {name.removeprefix("metric."): value for name, value in zip(names, values, strict=True)}
+        return self.sums.loss_of(self.loss_fn, logits_TV, row)
 
 
 def count_tokens(samples: Mapping[int, TrainSample], mask_field: str, mesh: ParallelMesh) -> float:

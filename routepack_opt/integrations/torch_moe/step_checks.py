@@ -7,8 +7,10 @@ GPU job with a device-side assert.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,12 +23,47 @@ if TYPE_CHECKING:
     from routepack_opt.integrations.torch_moe.samples import TrainSample
 
 
+_CLOSE = 1e-6  # token counts may be sums that ranks took in different orders
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """Arguments of :func:`~routepack_opt.integrations.torch_moe.step.train_step` that must be the same on all ranks."""
+
+    total_tokens: float
+    max_grad_norm: float | None
+    pad_multiple: int
+    replay: bool
+
+    def problem(self) -> str | None:
+        """What is out of range."""
+        if not (_is_number(self.total_tokens) and math.isfinite(self.total_tokens) and self.total_tokens > 0):
+            return f"total_tokens: {self.total_tokens!r} is not a number above 0"
+        clip = self.max_grad_norm
+        if clip is not None and not (_is_number(clip) and clip > 0):
+            return f"max_grad_norm: {clip!r} is not a number above 0, nor None"
+        pad = self.pad_multiple
+        if isinstance(pad, bool) or not isinstance(pad, int) or not 1 <= pad < 2**31:
+            return f"pad_multiple: {pad!r} is not an integer of at least 1"
+        return None
+
+    def numbers(self) -> dict[str, float]:
+        """By name, to compare over ranks; a norm of -1 stands for None."""
+        clip = -1.0 if self.max_grad_norm is None else float(self.max_grad_norm)
+        return {
+            "total_tokens": float(self.total_tokens),
+            "max_grad_norm": min(clip, 1e300),
+            "pad_multiple": float(self.pad_multiple),
+            "replay": float(self.replay),
+        }
+
+
 def check_step(
     model: Any,
     mesh: ParallelMesh,
     cells_of_rank: Sequence[Sequence[int]],
     samples: Mapping[int, TrainSample],
-    total_tokens: float,
+    settings: StepSettings,
 ) -> None:
     """One small reduction; every rank calls it.
 
@@ -35,24 +72,30 @@ def check_step(
     InvalidInput
         On every rank when any has a problem: with the problem where it is, with the rank's number elsewhere.
     """
-    problem = _problem(model, cells_of_rank, samples, total_tokens)
-    num_rows = len(cells_of_rank)
-    extremes = torch.tensor([num_rows, -num_rows, -1 if problem is None else mesh.rank], device=mesh.device)
+    problem = settings.problem() or _problem(model, cells_of_rank, samples)
+    mine = {"rows": float(len(cells_of_rank))} | (dict.fromkeys(_NAMES, 0.0) if problem else settings.numbers())
+    values = [-1.0 if problem is None else float(mesh.rank), *mine.values(), *(-value for value in mine.values())]
+    extremes = torch.tensor(values, dtype=torch.float64, device=mesh.device)
     all_reduce_(extremes, mesh.dp_group, dist.ReduceOp.MAX if mesh.dp_group is not None else None)
-    most, least, wrong_rank = extremes[0].item(), -extremes[1].item(), extremes[2].item()
+    wrong_rank, *rest = extremes.tolist()
     if problem is not None:
         raise InvalidInput(problem)
     if wrong_rank >= 0:
-        raise InvalidInput(f"rank {wrong_rank} cannot run its cells; its own message says why")
-    if most != least:
-        raise InvalidInput(f"cells: {num_rows} rows here, {least} to {most} over the ranks; expected the same on all")
+        raise InvalidInput(f"rank {wrong_rank:.0f} cannot run its cells; its own message says why")
+    for name, most, negated in zip(mine, rest[: len(mine)], rest[len(mine) :], strict=True):
+        if most + negated > _CLOSE * abs(most):
+            what = f"cells: {mine[name]:.0f} rows" if name == "rows" else f"{name}: {mine[name]:.10g}"
+            raise InvalidInput(f"{what} here, {-negated:.10g} to {most:.10g} over the ranks; expected the same on all")
 
 
-def _problem(
-    model: Any, cells_of_rank: Sequence[Sequence[int]], samples: Mapping[int, TrainSample], total_tokens: float
-) -> str | None:
-    if not (math.isfinite(total_tokens) and total_tokens > 0):
-        return f"total_tokens: {total_tokens!r} is not above 0"
+_NAMES = tuple(field.name for field in fields(StepSettings))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+
+
+def _problem(model: Any, cells_of_rank: Sequence[Sequence[int]], samples: Mapping[int, TrainSample]) -> str | None:
     config = model.config
     for row, cell in enumerate(cells_of_rank):
         for index in cell:
@@ -61,6 +104,9 @@ def _problem(
             wrong = _sample_problem(samples[index], config.vocab_size, config)
             if wrong:
                 return f"sample {index}: {wrong}"
+            first, own = sorted(samples[cell[0]].fields), sorted(samples[index].fields)
+            if own != first:
+                return f"sample {index}: has fields {own}, sample {cell[0]} of its cell {first}; expected the same"
     return None
 
 
