@@ -126,7 +126,8 @@ def exchange(num_samples: int, holders: list[int], owner_of: list[int]) -> dict[
 
     torch.manual_seed(5)
     everything = {index: sample(index) for index in range(num_samples)}
-    mine = {index: everything[index] for index in range(num_samples) if holders[index] == mesh.rank}
+    # numpy integers, as indices of an array are: JSON refuses them, and the other ranks waited
+    mine = {index: everything[index] for index in np.arange(num_samples) if holders[index] == mesh.rank}
     got = exchange_samples(mine, owner_of, mesh)
     right = list(got) == [index for index in range(num_samples) if owner_of[index] == mesh.rank]
     for index, found in got.items():

@@ -245,3 +245,15 @@ def test_recomputation_on_four_ranks_with_empty_rows():
 
     gaps = run_ranks("recompute_workers:largest_gradient_gap", 4, timeout_s=180)
     assert max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize("sizes", [(1, 0), (0, 8)])
+def test_slot_map_of_another_model_is_refused(sizes: tuple[int, int]) -> None:
+    """Tokens would have gone to slots that nobody has, or never to some experts."""
+    config = MoEConfig(
+        vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, num_experts=8, top_k=2,
+        expert_size=4,
+    )  # fmt: skip
+    slot_map = SlotMap.identity(config.num_moe_layers + sizes[0], config.num_experts + sizes[1])
+    with pytest.raises(InvalidInput, match=r"slot_map: .* the model has \(2, 8\)"):
+        build_model(config, ParallelMesh.single(), slot_map=slot_map)

@@ -103,7 +103,7 @@ def _encode(samples: dict[int, TrainSample]) -> torch.Tensor:
         parts |= {f"fields.{name}": values for name, values in sample.fields.items()}
         for name, tensor in parts.items():
             if tensor is not None:
-                entries.append([index, name, _CODES[tensor.dtype], list(tensor.shape)])
+                entries.append([int(index), name, _CODES[tensor.dtype], list(tensor.shape)])
                 tensors.append(tensor)
     header = json.dumps(entries).encode()
     chunks = [np.frombuffer(len(header).to_bytes(8, "little"), np.uint8), np.frombuffer(header, np.uint8)]

@@ -196,14 +196,18 @@ def build_model(
     Raises
     ------
     InvalidInput
-        When the experts do not split over the EP ranks.
+        When the experts do not split over the EP ranks, or ``slot_map`` is another model's.
     """
     if config.num_experts % mesh.num_ep:
         raise InvalidInput(
             f"model config, num_experts: {config.num_experts} experts do not split over {mesh.num_ep} EP ranks"
         )
+    wanted = (config.num_moe_layers, config.num_experts)
     if slot_map is None:
-        slot_map = SlotMap.identity(config.num_moe_layers, config.num_experts, device=mesh.device)
+        slot_map = SlotMap.identity(*wanted, device=mesh.device)
+    if (slot_map.num_layers, slot_map.num_experts) != wanted:
+        found = (slot_map.num_layers, slot_map.num_experts)
+        raise InvalidInput(f"slot_map: {found} MoE layers and experts, the model has {wanted}")
     num_local_slots = config.num_experts // mesh.num_ep
     return MoETransformer(
         config,
