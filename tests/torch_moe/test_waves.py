@@ -109,6 +109,16 @@ def test_a_window_that_cannot_be_planned_leaves_the_placement_whole() -> None:
 
 
 @pytest.mark.distributed
+def test_no_window_or_one_of_another_model_is_one_line_on_all() -> None:
+    """The rank that plans ended in an AssertionError."""
+    wanted = ["rank 0 plans and has none", "(2, 8) MoE layers and experts, the placement in force has (3, 8)"] * 2
+    for rank, results in enumerate(run_ranks(f"{WORKERS}:wrong_windows", 4, {"ep": 2, "shards": 2})):
+        for message, result in zip(wanted, results, strict=True):
+            assert result["error"] == ("PlanningFailed" if rank else "InvalidInput"), result
+            assert message in result["message"] and result["whole"]
+
+
+@pytest.mark.distributed
 def test_ranks_that_count_differently_do_not_move() -> None:
     for result in run_ranks(f"{WORKERS}:different_windows", 4, {"ep": 4, "shards": 1}):
         assert result["error"] == "PlacementDisagreement" and "ranks 0 and 3" in result["message"]

@@ -87,6 +87,22 @@ def impossible(ep: int, shards: int, runs: list[dict[str, Any]]) -> list[dict[st
     return results
 
 
+def wrong_windows(ep: int, shards: int) -> list[dict[str, Any]]:
+    """No window where one is needed, and one of another model, with and without overlap."""
+    mesh = make_mesh(ep, shards)
+    start = np.tile(np.arange(EXPERTS), (LAYERS, 1))
+    right = make_window(0)
+    results = []
+    for overlap in (True, False):
+        slot_map, entries = SlotMap(start), tensors_of(start, mesh)
+        settings = WaveSettings(token_cap=CAP, cost=COST, budget_steps=10, timeout_s=20, overlap=overlap)
+        waves = PlacementWaves(entries, slot_map, mesh, settings)
+        for window in (None, Window(right.lengths, right.demand[:, 1:])):
+            result = caught(lambda waves=waves, window=window: waves.run(window))
+            results.append(result | {"whole": not slot_map.is_broken and same(entries, start, mesh)})
+    return results
+
+
 def different_windows(ep: int, shards: int) -> dict[str, Any]:
     """Every rank plans, but one counted differently."""
     mesh = make_mesh(ep, shards)

@@ -124,6 +124,8 @@ def _prepare(
     try:
         if version != slot_map.version + 1:
             raise InvalidInput(f"version: {version} does not follow {slot_map.version}")
+        if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int):
+            raise InvalidInput(f"chunk_bytes: {chunk_bytes!r} is not an integer")
         old = slot_map.logical_to_slot.cpu().numpy()
         if isinstance(new_logical_to_slot, torch.Tensor):
             new_logical_to_slot = new_logical_to_slot.cpu().numpy()
@@ -154,11 +156,13 @@ def _agree(
     timeout_s: float,
 ) -> None:
     """Every rank wants the same; else every rank raises and nothing has changed."""
-    standing, old, new = -1, b"", b""
+    standing, old, new, tensors = -1, b"", b"", ""
     if move is not None:
         standing, old = slot_map.version, slot_map.logical_to_slot.cpu().numpy().tobytes()
         new = move.new_slots.tobytes()
-    tensors = repr([(e.name, int(e.moe_layer), tuple(e.tensor.shape), str(e.tensor.dtype)) for e in slot_tensors])
+        tensors = repr([(e.name, int(e.moe_layer), tuple(e.tensor.shape), str(e.tensor.dtype)) for e in slot_tensors])
+    else:
+        version = chunk_bytes = 0  # whatever they are: this rank refuses
     ballot = _BALLOT.pack(
         refusal is None,
         standing,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routepack_opt.cost import score
+from routepack_opt.errors import InvalidInput
 from routepack_opt.integrations.torch_moe.late_plan import late_share, with_placement
 from routepack_opt.integrations.torch_moe.materialise import materialise
 from routepack_opt.integrations.torch_moe.movement_report import MovementReport, StepMovement, WaveReport
@@ -85,7 +86,8 @@ class PlacementWaves:
         Raises
         ------
         PlanningFailed
-            On the ranks that wait for a plan that cannot be made (the planning rank raises the reason itself).
+            On the ranks that wait for a plan that cannot be made (the planning rank raises the reason itself, such as
+            InvalidInput for a window of another model).
         PlacementDisagreement, MovementFailed
             See :func:`~routepack_opt.integrations.torch_moe.materialise.materialise`; the first also where ranks that
             all plan made different plans.
@@ -101,7 +103,8 @@ class PlacementWaves:
 
     def _one_wave(self, window: Window | None, previous: NDArray[np.int64], seed: int) -> tuple[Plan, StepMovement]:
         def decide() -> bytes:
-            assert window is not None, "the rank that plans needs the window"
+            self._check(window)
+            assert window is not None
             start = time.perf_counter()
             plan = self._plan(window, previous, self.settings.constraints, seed, None)
             pack_s = time.perf_counter() - start
@@ -139,7 +142,8 @@ class PlacementWaves:
         settings = self.settings
 
         def place() -> bytes:
-            assert window is not None, "the rank that plans needs the window"
+            self._check(window)
+            assert window is not None
             start = time.perf_counter()
             slots = place_window(
                 window,
@@ -218,6 +222,13 @@ class PlacementWaves:
         notes = (f"late moves: {dropped} left out, not worth the wait",) if dropped else ()
         final = with_placement(plan, window, late.logical_to_slot, previous, self.settings.constraints, notes)
         return Decision(final, packing.seconds, (_gain(window, plan, previous, first), late.gain), dropped)
+
+    def _check(self, window: Window | None) -> None:
+        if window is None:
+            raise InvalidInput(f"window: rank {self.mesh.rank} plans and has none; expected the step's window")
+        found, wanted = window.demand.shape[1:], (self.slot_map.num_layers, self.slot_map.num_experts)
+        if tuple(found) != wanted:
+            raise InvalidInput(f"window: {tuple(found)} MoE layers and experts, the placement in force has {wanted}")
 
     def _move(self, slots: NDArray[np.int64]) -> MovementReport:
         report: MovementReport = materialise(
