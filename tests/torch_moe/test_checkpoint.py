@@ -24,7 +24,7 @@ from routepack_opt.integrations.torch_moe.checkpoint import (  # noqa: E402
     load_checkpoint,
     save_checkpoint,
 )
-from routepack_opt.integrations.torch_moe.checkpoint_manifest import read_manifest  # noqa: E402
+from routepack_opt.integrations.torch_moe.checkpoint_manifest import put_in_place, read_manifest  # noqa: E402
 from routepack_opt.integrations.torch_moe.slot_map import PlacementBroken  # noqa: E402
 from routepack_opt.integrations.torch_moe.tensor_file import read_header, read_range, write_tensors  # noqa: E402
 
@@ -171,6 +171,16 @@ def test_a_failed_write_leaves_the_former_checkpoint(tmp_path: Path, monkeypatch
         _save(job, tmp_path, 2)
     _load(job, latest_checkpoint(tmp_path))
     assert not job.slot_map.is_broken
+
+
+def test_folder_that_cannot_get_its_name_gives_the_old_one_back(tmp_path: Path) -> None:
+    """A step saved again lost its first, complete checkpoint when the second rename failed."""
+    old, new = tmp_path / "step-00000001", tmp_path / ".tmp-step-00000001-0123abcd"
+    old.mkdir()
+    (old / "whole").touch()
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        put_in_place(new, old, "0123abcd")  # there is nothing to be renamed
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"] and (old / "whole").exists()
 
 
 def test_what_a_crash_left_is_not_seen_and_goes_with_the_next_save(tmp_path: Path) -> None:

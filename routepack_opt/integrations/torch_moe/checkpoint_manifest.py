@@ -255,7 +255,12 @@ def put_in_place(temporary: Path, final: Path, token: str) -> None:
     try:
         if final.exists():
             final.rename(old)
-        temporary.rename(final)
+        try:
+            temporary.rename(final)
+        except OSError:
+            if old.exists():
+                old.rename(final)
+            raise
         sync_folder(final.parent)
     except OSError as error:
         raise InvalidInput(f"{final}: cannot be written ({error.strerror or error})") from None
