@@ -46,13 +46,17 @@ def trial_value(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def pressing_experts(tables, demand, tiers, chiplets, slots, weights, scale, chip_s, region_s, push, chosen):  # type: ignore[no-untyped-def]
+def pressing_experts(  # type: ignore[no-untyped-def]
+    tables, demand, tiers, chiplets, slots, may, weights, scale, chip_s, region_s, push, chosen
+):  # fmt: skip
     """The experts that raise the layer's value most: load times the seventh power of where it falls.
 
-    Fills push [E] and chosen [MAX_EXPERTS]; returns how many.
+    Only where may [E]. Fills push [E] and chosen [MAX_EXPERTS]; returns how many.
     """
     for e in range(demand.shape[0]):
         push[e] = 0.0
+        if not may[e]:
+            continue
         used = 0
         for c in range(demand.shape[1]):
             if demand[e, c] > 0:
@@ -182,11 +186,11 @@ def without_slot(tiers, chiplets, slot, new_tiers, new_chiplets):  # type: ignor
 
 @kernel
 def plan_layer(  # type: ignore[no-untyped-def]
-    tables, demand, order, tiers, chiplets, leave, fits, free_share, place, weights, sweeps, slots, best, value
+    tables, demand, order, tiers, chiplets, may, leave, fits, free_share, place, weights, sweeps, slots, best, value
 ):  # fmt: skip
     """The best move, addition and eviction of one layer on its forecast demand int32 [E, C].
 
-    Parameters: replicas tiers, chiplets [E, R]; leave [E, R] which may leave (for evictions of experts with several
+    Parameters: replicas tiers, chiplets [E, R]; may [E] which experts may get a copy; leave [E, R] which may leave (for evictions of experts with several
     and for moves of any); fits [G] whether a region has room for one more; free_share [T]; place [5]; weights [3]:
     load, bank, link. Fills best [3, 4]: expert, tier, chiplet, slot that leaves (-1 none), rows MOVE, ADD and EVICT;
     value [4]: seconds of the layer after each (inf when there is none), and now. slots [E, C]: the assignment.
@@ -210,7 +214,9 @@ def plan_layer(  # type: ignore[no-untyped-def]
         return
     value[3] = seconds_of(potential(weights, scale, chip_s, region_s), scale)
     for i in range(
-        pressing_experts(tables, demand, tiers, chiplets, slots, weights, scale, chip_s, region_s, push, experts)
+        pressing_experts(
+            tables, demand, tiers, chiplets, slots, may, weights, scale, chip_s, region_s, push, experts
+        )
     ):
         e = experts[i]
         serve_expert(tables, 0, -1.0, demand[e], tiers[e], chiplets[e], slots[e], chip_s, region_s)

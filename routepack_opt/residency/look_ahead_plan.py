@@ -59,10 +59,16 @@ class LayerDraft:
 
     tiers: NDArray[np.int8]
     chiplets: NDArray[np.int16]
+    may: NDArray[np.bool_]
     leave: NDArray[np.bool_]
     demand: NDArray[np.int32]
     order: NDArray[np.int64]
     plan: LayerPlan | None = None
+
+    def copy(self) -> LayerDraft:
+        """An independent draft, not planned."""
+        fields = self.tiers.copy(), self.chiplets.copy(), self.may.copy(), self.leave.copy()
+        return LayerDraft(*fields, self.demand, self.order)
 
 
 class Planner:
@@ -87,7 +93,7 @@ class Planner:
         best, value = np.empty((3, 4), dtype=np.int64), np.empty(4)
         held = np.bincount(self._tiers, weights=free, minlength=len(self._room))
         plan_layer(
-            self.tables(layer), draft.demand, draft.order, draft.tiers, draft.chiplets, draft.leave,
+            self.tables(layer), draft.demand, draft.order, draft.tiers, draft.chiplets, draft.may, draft.leave,
             free >= self.scene.expert_bytes[layer], held / np.maximum(self._room, 1.0), self.place, self.weights,
             self.sweeps, self._slots, best, value,
         )  # fmt: skip
@@ -112,16 +118,38 @@ class Draft:
             view = self.view
             forecast = view.hotness.forecast(layer)
             leave = may_leave(view.directory, layer, view.window, replaced=True)
+            may = np.ones(len(leave), dtype=np.bool_)
             for copy in view.directory.pending:
                 if copy.edit.layer == layer:
+                    may[copy.edit.expert] = False
                     leave[copy.edit.expert] = False
             order = np.argsort(-view.hotness.hot[layer], kind="stable")
             layout = view.layout
-            draft = LayerDraft(layout.tier[layer].copy(), layout.chiplet[layer].copy(), leave, forecast, order)
+            draft = LayerDraft(layout.tier[layer].copy(), layout.chiplet[layer].copy(), may, leave, forecast, order)
             self.layers[layer] = draft
         if draft.plan is None:
             draft.plan = self.planner.plan(layer, draft, self.free)
         return draft.plan
+
+    def fits(self, step: Step) -> bool:
+        """Whether the target still has room."""
+        region = self.planner.scene.hardware.region_of[step.tier, step.chiplet]
+        return bool(self.free[region] >= self.planner.scene.expert_bytes[step.layer])
+
+    def crowded(self, layer: int) -> bool:
+        """Whether the layer gains nothing before some replica leaves: no budget, or no region with room."""
+        size = self.planner.scene.expert_bytes[layer]
+        return bool(self.budget < size or not (self.free >= size).any())
+
+    def after_eviction(self, layer: int) -> LayerPlan:
+        """The plan of a layer whose best eviction is done."""
+        step, kept = self.plan(layer).step(layer, EVICT), (self.layers[layer], self.free, self.budget)
+        self.layers[layer], self.free = kept[0].copy(), self.free.copy()
+        self.apply(step)
+        self.edits.pop()
+        plan = self.plan(layer)
+        self.layers[layer], self.free, self.budget = kept
+        return plan
 
     def apply(self, step: Step) -> Edit:
         """Draft an edit; the plans of other layers stay as they are."""
@@ -147,7 +175,7 @@ class Draft:
                 edit = addition(layer, expert, tier, chiplet)
             else:
                 edit = move(layer, expert, leaving, tier, chiplet)
-        draft.leave[expert] = False  # one edit an expert and window
+        draft.leave[expert] = draft.may[expert] = False  # one edit an expert and window
         draft.plan = None
         self.edits.append(edit)
         return edit

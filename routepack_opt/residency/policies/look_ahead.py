@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from routepack_opt.residency.balance_map import SWEEPS, balance_map
-from routepack_opt.residency.look_ahead_plan import ADD, EVICT, MOVE, Draft, Planner, Step
+from routepack_opt.residency.look_ahead_plan import ADD, EVICT, MOVE, Draft, LayerPlan, Planner, Step
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -119,29 +119,47 @@ class LookAhead:
         return bound * float(view.scene.expert_bytes.max()) / slowest
 
     def _best(self, draft: Draft, layers: list[int], exposed_s: float, most: int) -> list[Step] | None:
-        """The best next edit, or eviction and addition together; None when nothing pays."""
+        """The best next edit, or an eviction and what it makes room for; None when nothing pays."""
         best_net, pick = 0.0, None
-        scene = self._planner.scene
         plans = [(layer, draft.plan(layer)) for layer in layers]
-        cheapest = min(plans, key=lambda entry: -entry[1].gain(EVICT), default=None)
         for layer, plan in plans:
             now_s = float(plan.value[3])
-            for kind in (MOVE, ADD):
-                gain = plan.gain(kind)
-                steps = [plan.step(layer, kind)]
-                if not np.isfinite(gain):
-                    continue
-                if kind == ADD and draft.budget < scene.expert_bytes[layer]:
-                    if cheapest is None or not np.isfinite(cheapest[1].value[EVICT]):
-                        continue
-                    if cheapest[0] == layer and cheapest[1].best[EVICT, 0] == plan.best[ADD, 0]:
-                        continue
-                    gain += cheapest[1].gain(EVICT)
-                    steps = [cheapest[1].step(cheapest[0], EVICT), *steps]
-                net = gain - (self.mu1 * exposed_s + self.mu2 * now_s) / self.horizon
-                net = (net - self.hysteresis * now_s) / len(steps)
+            charge = (self.mu1 * exposed_s + self.mu2 * now_s) / self.horizon + self.hysteresis * now_s
+            for gain, steps in self._options(draft, layer, plan) + self._trades(draft, layer, plans):
+                net = (gain - charge) / len(steps)
                 if net > best_net:
                     best_net, pick = net, steps
-        if pick is not None and len(draft.edits) + len(pick) > most:
-            pick = pick[: most - len(draft.edits)]
-        return pick
+        if pick is None:
+            return None
+        last = pick[-1]
+        if pick[0].layer != last.layer or len(pick) == 1:
+            if not draft.fits(last):
+                draft.layers[last.layer].plan = None  # planned before another layer took the room
+                return self._best(draft, layers, exposed_s, most)
+        return pick[: most - len(draft.edits)]
+
+    def _options(self, draft: Draft, layer: int, plan: LayerPlan) -> list[tuple[float, list[Step]]]:
+        """(seconds saved a window, edits) of one layer."""
+        size = self._planner.scene.expert_bytes[layer]
+        options = [(plan.gain(MOVE), [plan.step(layer, MOVE)])]
+        if draft.budget >= size:
+            options.append((plan.gain(ADD), [plan.step(layer, ADD)]))
+        if draft.crowded(layer) and np.isfinite(plan.value[EVICT]):
+            evict = plan.step(layer, EVICT)
+            then = draft.after_eviction(layer)
+            for kind in (MOVE, ADD):
+                options.append((float(plan.value[3] - then.value[kind]), [evict, then.step(layer, kind)]))
+        return [(gain, steps) for gain, steps in options if np.isfinite(gain)]
+
+    def _trades(
+        self, draft: Draft, layer: int, plans: list[tuple[int, LayerPlan]]
+    ) -> list[tuple[float, list[Step]]]:
+        """An addition paid by the cheapest eviction of another layer, when the budget is used up."""
+        size, plan = self._planner.scene.expert_bytes[layer], draft.plan(layer)
+        if draft.budget >= size or not np.isfinite(plan.value[ADD]):
+            return []
+        others = [(other.gain(EVICT), at) for at, other in plans if at != layer and np.isfinite(other.value[EVICT])]
+        if not others:
+            return []
+        gain, at = max(others)
+        return [(plan.gain(ADD) + gain, [draft.plan(at).step(at, EVICT), plan.step(layer, ADD)])]

@@ -1,0 +1,41 @@
+"""Clairvoyant: the look-ahead that knows the next window's demand and copies for nothing. A reference, no policy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from routepack_opt.residency.hotness import Hotness
+from routepack_opt.residency.policies.look_ahead import LookAhead
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from routepack_opt.residency.directory import Edit
+    from routepack_opt.residency.observation import PolicyView
+    from routepack_opt.residency.windows import Workload
+
+
+@dataclass
+class Clairvoyant(LookAhead):
+    """Plans every layer with the demand to come; edits cost nothing in its eyes (copying still takes its time)."""
+
+    windows: Workload | Sequence[NDArray[np.int32]] = ()
+    max_edits: int | None = 64
+    mu1: float = 0.0
+    mu2: float = 0.0
+    layers: int = 10**6
+    rest: int = 0
+    name: str = "clairvoyant"
+
+    def decide(self, view: PolicyView) -> list[Edit]:
+        """Edits for the next window."""
+        if view.window + 1 >= len(self.windows):
+            return []
+        future = Hotness(view.demand.shape, keep=0.0)
+        future.update(self.windows[view.window + 1], view.window + 1)
+        return super().decide(replace(view, hotness=future))
