@@ -26,7 +26,7 @@ class TierFloors(NamedTuple):
 
 def held_per_region(scene: Scene, layer: int) -> NDArray[np.int64]:
     """[G] experts of ``layer`` that a region holds."""
-    return np.floor(scene.region_room / scene.expert_bytes[layer]).astype(np.int64)
+    return np.asarray(np.floor(scene.region_room / scene.expert_bytes[layer]), dtype=np.int64)
 
 
 def tier_floors(scene: Scene, layer: int, most: int) -> list[TierFloors]:
