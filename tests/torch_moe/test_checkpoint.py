@@ -369,6 +369,15 @@ def test_bf16_model_refuses_a_float32_checkpoint(saved: Path) -> None:
         _load(Job(1, dtype=torch.bfloat16), saved)
 
 
+def test_model_without_moe_layers_reads_its_own_checkpoint(tmp_path: Path) -> None:
+    """Its empty placement came back as (0, 0) MoE layers and experts."""
+    config = small_config(num_layers=2, dense_layers=(0, 1))
+    job, other = (Job(1, config=config, placement=np.zeros((0, 8), dtype=np.int64), seed=seed) for seed in (0, 1))
+    job.fill_by_name()
+    _load(other, save_checkpoint(tmp_path, 1, job.model, job.optimizer, job.slot_map, job.mesh))
+    assert other.wrong_names() == [] and other.slot_map.num_experts == 8
+
+
 def test_weights_can_be_read_without_optimizer(saved: Path) -> None:
     job = Job(1, seed=4)
     load_checkpoint(saved, job.model, None, job.slot_map, job.mesh)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("torch")
 import torch
 from training_workers import CONFIG, build, loss_fn, make_samples, total_tokens
 
+from routepack_opt import Topology
 from routepack_opt.errors import InvalidInput
 from routepack_opt.integrations.torch_moe.gradients import GradientBuffers
 from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
@@ -219,3 +221,15 @@ def test_frozen_experts_travel_without_state_and_stay_as_they_are() -> None:
     assert "0.down.weight" in names and "0.down.exp_avg" not in names and "0.gate_up.exp_avg" in names
     result = train_step(model, optimizer, MESH, [[0, 1]], make_samples(0, LENGTHS), loss_fn, total_tokens=9)
     assert result.grad_norm > 0 and torch.equal(before, model.moe_blocks[0].experts.down)
+
+
+def test_pads_of_all_ranks_are_even_together() -> None:
+    """One pad token on each of four EP ranks: were all to begin at the same expert, two of them would get everything."""
+    model, _, _ = build(MESH)
+    row = pack_row([0], make_samples(0, [5]))
+    loads = torch.zeros(4, dtype=torch.long)
+    for ep_rank in range(4):
+        mesh = dataclasses.replace(MESH, topology=Topology(ep=4, shards=1), rank=ep_rank, ep_rank=ep_rank)
+        pads = pad_row(row, 6, model, mesh).routes_TLK[5:, 0]
+        loads += torch.bincount(pads.flatten() // (CONFIG.num_experts // 4), minlength=4)
+    assert loads.tolist() == [CONFIG.top_k] * 4

@@ -197,7 +197,8 @@ def load_checkpoint(
     folder
         One checkpoint, see :func:`latest_checkpoint`.
     optimizer
-        MoEAdamW, or None to read weights only.
+        MoEAdamW, or None to read weights only; an optimizer that exists already then needs its
+        ``refresh_masters()``, or bf16 weights go back to the old masters with its next step.
     slot_map
         The model's; gets the placement below, and heals when it was broken.
     placement

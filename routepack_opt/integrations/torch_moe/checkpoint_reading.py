@@ -56,6 +56,8 @@ def plan_loading(
         raise FormatError(f"{folder}: holds weights only, no optimizer state; load it without an optimizer")
     table_LE = manifest.logical_to_slot if placement is None else SlotMap(placement).logical_to_slot.numpy()
     expected = (slot_map.num_layers, slot_map.num_experts)
+    if not table_LE.shape[0]:  # no MoE layer at all: JSON's empty list has lost the number of experts
+        table_LE = table_LE.reshape(0, slot_map.num_experts)
     if table_LE.shape != expected:
         where = f"{folder}: placement" if placement is None else "placement"
         raise FormatError(f"{where}: is for {table_LE.shape} MoE layers and experts, the model has {expected}")
