@@ -144,9 +144,9 @@ def network_floor(scene: Scene, demand: NDArray[np.int32], most_extra: int) -> N
     in gather; only the at most x experts with several replicas may avoid that. Tokens that cross from A to B and from B
     to A load the links of that direction in dispatch, and of the other in gather.
     """
-    best = np.zeros(most_extra + 1)
+    best = _volume_floor(scene, demand, most_extra)
+    tokens = demand.sum(axis=1, dtype=np.int64)
     for inside, forward, backward in _cuts(scene):
-        tokens = demand.sum(axis=1, dtype=np.int64)
         here = demand[:, inside].sum(axis=1, dtype=np.int64)
         crossing = np.sort(np.minimum(here, tokens - here))
         kept = np.concatenate(([0], np.cumsum(crossing)))[::-1]  # least crossing when x experts are split
@@ -154,6 +154,28 @@ def network_floor(scene: Scene, demand: NDArray[np.int32], most_extra: int) -> N
         # a bytes go forward and total - a backward; dispatch + gather >= max(a/F, b/B) + max(b/F, a/B) >= the mean
         best = np.maximum(best, total * 0.5 * (1.0 / forward + 1.0 / backward))
     return best
+
+
+def _volume_floor(scene: Scene, demand: NDArray[np.int32], most_extra: int) -> NDArray[np.float64]:
+    """[most_extra + 1] dispatch plus gather seconds if every link between chiplets were busy all the time.
+
+    An expert with r replicas serves at most its r largest sources without travel; every other token crosses at least
+    the links of the shortest route, there and back.
+    """
+    hardware, num_chiplets = scene.hardware, scene.num_chiplets
+    used, hops = np.zeros(hardware.num_links, dtype=np.bool_), hardware.num_links
+    for source in range(num_chiplets):
+        for target in range(num_chiplets):
+            if source != target:
+                used[hardware.route(source, target)] = True
+                hops = min(hops, len(hardware.route(source, target)))
+    if not used.any():
+        return np.zeros(most_extra + 1)
+    sources = np.sort(demand.astype(np.int64), axis=1)[:, ::-1]
+    more = np.sort(sources[:, 1:].ravel())[::-1]  # an extra replica keeps at most another source
+    kept = sources[:, 0].sum() + np.concatenate(([0], np.cumsum(more)))
+    away = demand.sum(dtype=np.int64) - kept[np.minimum(np.arange(most_extra + 1), len(kept) - 1)]
+    return np.asarray(2.0 * away * scene.token_bytes * hops / float(hardware.link_bandwidth[used].sum()))
 
 
 def _cuts(scene: Scene) -> list[tuple[NDArray[np.bool_], float, float]]:

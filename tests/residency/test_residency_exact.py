@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - a fixture's annotation
 
 import numpy as np
 import pytest
