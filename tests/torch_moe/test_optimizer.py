@@ -179,6 +179,8 @@ def test_total_tokens_must_be_positive() -> None:
     model, optimizer, _ = build(MESH)
     samples = make_samples(0, LENGTHS)
     assert count_tokens(samples, "mask", MESH) == total_tokens(samples)
+    with pytest.raises(InvalidInput, match="sample 0: no field 'masc'; it has advantage, mask"):
+        count_tokens(samples, "masc", MESH)
     with pytest.raises(InvalidInput, match="total_tokens"):
         train_step(model, optimizer, MESH, [[0]], samples, loss_fn, total_tokens=0)
 
@@ -224,7 +226,7 @@ def test_frozen_experts_travel_without_state_and_stay_as_they_are() -> None:
 
 
 def test_pads_of_all_ranks_are_even_together() -> None:
-    """One pad token on each of four EP ranks: were all to begin at the same expert, two of them would get everything."""
+    """One pad on each of four EP ranks: were all to begin at the same expert, two of them would get everything."""
     model, _, _ = build(MESH)
     row = pack_row([0], make_samples(0, [5]))
     loads = torch.zeros(4, dtype=torch.long)

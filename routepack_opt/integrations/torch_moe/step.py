@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from routepack_opt.errors import InvalidInput
 from routepack_opt.integrations.torch_moe.dispatch import AllToAllDispatch
 from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_reduce_
 from routepack_opt.integrations.torch_moe.pad_tokens import pad_row, route_last_tokens
@@ -192,9 +193,22 @@ class _RowRunner:
 
 
 def count_tokens(samples: Mapping[int, TrainSample], mask_field: str, mesh: ParallelMesh) -> float:
-    """Sum of a mask over all samples of all ranks (each sample on one rank only): the step's ``total_tokens``."""
-    own = sum(float(sample.fields[mask_field].sum()) for sample in samples.values())
-    return float(all_reduce_(torch.tensor(own, dtype=torch.float64, device=mesh.device), mesh.dp_group))
+    """Sum of a mask over all samples of all ranks (each sample on one rank only): the step's ``total_tokens``.
+
+    Raises
+    ------
+    InvalidInput
+        On every rank when a sample of any has no such field, or one that is not finite.
+    """
+    lacking = [index for index, sample in samples.items() if mask_field not in sample.fields]
+    own = math.nan if lacking else sum(float(sample.fields[mask_field].sum()) for sample in samples.values())
+    total = float(all_reduce_(torch.tensor(own, dtype=torch.float64, device=mesh.device), mesh.dp_group))
+    if lacking:
+        known = ", ".join(sorted(samples[lacking[0]].fields)) or "none"
+        raise InvalidInput(f"sample {lacking[0]}: no field {mask_field!r}; it has {known}")
+    if not math.isfinite(total):
+        raise InvalidInput(f"field {mask_field!r}: missing or not finite in a sample of some rank")
+    return total
 
 
 class _Clock:
