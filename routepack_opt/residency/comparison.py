@@ -84,7 +84,7 @@ class Comparison:
                 raise InvalidInput(f"policy: {entry.name!r} cannot run here: {reason}")
         for model in self.models:
             moe_model(model)
-        self.machine  # noqa: B018 - read it now
+        _ = self.machine  # read it now
 
     @cached_property
     def machine(self) -> Package:
@@ -218,7 +218,7 @@ _stop: Event | None = None
 
 def _set_up(stop: Event) -> None:
     """In a worker: Ctrl-C is the parent's to handle; the worker ends after its current run."""
-    global _stop  # noqa: PLW0603 - one per process
+    global _stop
     _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

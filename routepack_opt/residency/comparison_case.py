@@ -161,7 +161,7 @@ class _Bench:
 
     def run(self, setting: Setting) -> Record:
         """One policy; a refusal becomes the record's ``error``."""
-        case, begun = self.case, time.perf_counter()
+        case, begun = self.case, time.process_time()
         record: Record = {
             "table": setting.table.name, "model": case.model, "phase": case.phase, "seed": case.seed,
             "policy": setting.policy, "level": setting.level, "variation": setting.variation.label,
@@ -178,14 +178,16 @@ class _Bench:
             )
         except RoutePackError as error:
             return record | {"error": " ".join(str(error).split())}
-        record |= {"scope": scene.scope, "layers": scene.num_layers, "tiers": list(scene.hardware.tier_names)}
-        return record | metrics(run, policy) | {"seconds": round(time.perf_counter() - begun, 3)}
+        hardware = scene.hardware
+        record |= {"scope": scene.scope, "layers": scene.num_layers, "tiers": list(hardware.tier_names)}
+        record["region_tier"] = hardware.region_tier.tolist()
+        return record | metrics(run, policy) | {"cpu_s": round(time.process_time() - begun, 3)}
 
     def bounds(self) -> Record:
         """Bounds of evenly spread windows of the main table."""
         from routepack_opt.models.residency import layout_bound
 
-        case, begun = self.case, time.perf_counter()
+        case, begun = self.case, time.process_time()
         scene = build_scene(self.comparison.machine, case.model, num_layers=self.layers[MAIN])
         picked = np.unique(np.linspace(self.first, len(self.demand) - 1, self.comparison.bounds).astype(int))
         demand = self.demand[:, : scene.num_layers]
@@ -193,17 +195,30 @@ class _Bench:
         return {
             "table": "bound", "model": case.model, "phase": case.phase, "seed": case.seed,
             "windows": [int(window - self.first) for window in picked], "bound_s": seconds,
-            "seconds": round(time.perf_counter() - begun, 3),
+            "cpu_s": round(time.process_time() - begun, 3),
         }  # fmt: skip
 
 
 class Recorder:
-    """A policy that is watched: utilisations of the late windows, and which stage binds each layer."""
+    """A policy that is watched: utilisations of the late windows, and which stage binds each layer.
+
+    Attributes
+    ----------
+    windows, memory_bound
+        Windows seen; sum over them of the share of layers whose memory stage is the longer one.
+    binding_s
+        Seconds of memory where it is the longer stage of a layer, and of compute where that is.
+    use
+        Sums of chiplet [C], link [U] and region [G] utilisation over the late windows.
+    own_s
+        Seconds of each decision.
+    """
 
     def __init__(self, policy: Policy, late: int) -> None:
         """``late`` is the first window whose utilisations count."""
         self.policy, self.late = policy, late
         self.windows = self.memory_bound = 0.0
+        self.binding_s: NDArray[np.float64] = np.zeros(2)
         self.use: list[NDArray[np.float64]] = []
         self.own_s: list[float] = []
 
@@ -215,7 +230,10 @@ class Recorder:
         """Watch, then let the policy decide; ``own_s`` is the time of its decision."""
         result = view.result
         self.windows += 1
-        self.memory_bound += float((result.stages[:, 3] >= result.stages[:, 4]).mean())
+        memory, compute = result.stages[:, 3], result.stages[:, 4]
+        longer = memory >= compute
+        self.memory_bound += float(longer.mean())
+        self.binding_s += (float(memory[longer].sum()), float(compute[~longer].sum()))
         if view.window >= self.late:
             use = [result.chiplet_utilisation, result.link_utilisation, result.region_utilisation]
             self.use = [a + b for a, b in zip(self.use, use, strict=True)] if self.use else use
@@ -247,6 +265,7 @@ def metrics(run: PolicyRun, policy: Recorder) -> Record:
         "deferred": int(run.deferred.sum()),
         "pressures": run.pressures.mean(axis=0).tolist(),
         "tier_use": run.tier_use[-1].tolist(),
+        "binding_s": (policy.binding_s / max(policy.windows, 1)).tolist(),
         "memory_bound": policy.memory_bound / max(policy.windows, 1),
         "decide_s": [float(np.median(policy.own_s)), float(np.max(policy.own_s))],
         "chiplet_use": chiplets,

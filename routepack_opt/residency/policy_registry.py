@@ -97,9 +97,9 @@ NO_MAP = "look-ahead-no-map"
 
 _ENTRIES = (
     Entry(STATIC, "static", "one copy of every expert where the start layout puts it", f"{_HOME}.static", "Static"),
-    _fixed("fixed-near", "near", _tuned_map, "replicas by popularity near their token sources, the paper's fast map"),
-    _fixed("fixed-spread", "spread", _tuned_map, "replicas by popularity in other quadrants, the paper's fast map"),
-    _fixed("fixed-balanced", "balanced", _tuned_map, "replicas by popularity where load is least, the paper's fast map"),
+    _fixed("fixed-near", "near", _tuned_map, "replicas by popularity near their token sources, the paper's map"),
+    _fixed("fixed-spread", "spread", _tuned_map, "replicas by popularity in other quadrants, the paper's map"),
+    _fixed("fixed-balanced", "balanced", _tuned_map, "replicas by popularity where load is least, the paper's map"),
     _fixed("fixed-our-map", "balanced", "balance", "replicas by popularity where load is least, our balancing map"),
     Entry("lru", "cache", "replicas of the experts used last", f"{_HOME}.lru", "Lru"),
     Entry("lfu", "cache", "replicas of the experts used most", f"{_HOME}.lfu", "Lfu"),
