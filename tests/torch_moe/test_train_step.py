@@ -93,6 +93,12 @@ def test_loss_function_that_raises_on_one_rank_ends_the_step_on_all_at_once() ->
 
 
 @pytest.mark.distributed
+def test_counts_announced_for_a_replay_do_not_outlive_it() -> None:
+    for after_replay, fresh in run_ranks(f"{WORKERS}:own_routes_after_replay", 2):
+        assert after_replay == fresh
+
+
+@pytest.mark.distributed
 def test_metrics_that_not_all_ranks_report_are_not_mixed_up() -> None:
     """Sums were added up by position, and a metric called "loss" replaced the loss."""
     for metrics, loss, tokens in run_ranks(f"{WORKERS}:uneven_metrics", 2):

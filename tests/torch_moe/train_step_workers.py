@@ -145,6 +145,22 @@ def failing_loss() -> list[Any]:
     return [message, seconds, same, result.loss]
 
 
+def own_routes_after_replay() -> list[float]:
+    """Loss of the router's own routes, on a model that has just replayed others (lr 0), and on a fresh one."""
+    mesh = make_mesh(2, 1)
+    samples = make_samples(0, [9, 6])
+    losses = []
+    for runs in ((True, False), (False,)):
+        model, optimizer, _ = build(mesh)
+        optimizer.lr = 0.0
+        for replay in runs:
+            result = train_step(
+                model, optimizer, mesh, [[mesh.rank]], samples, loss_fn, total_tokens=9, replay=replay
+            )  # fmt: skip
+        losses.append(result.loss)
+    return losses
+
+
 def uneven_metrics() -> list[Any]:
     """Rank 0 names one metric, rank 1 two, and one of them like a result of the step; numbers instead of tensors."""
     mesh = make_mesh(2, 1)
