@@ -18,6 +18,15 @@ def power8(x):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def growth8(before, after, sharp):  # type: ignore[no-untyped-def]
+    """Growth of a load's eighth power, or sixteenth when ``sharp``."""
+    low, high = power8(before), power8(after)
+    if sharp:
+        return high * high - low * low
+    return high - low
+
+
+@kernel
 def serve_expert(tables, layer, sign, demand, tiers, chiplets, slots, chip_s, region_s):  # type: ignore[no-untyped-def]
     """Add (sign 1) or take back (sign -1) one expert's service seconds: chip_s [C], region_s [G]."""
     used = 0
@@ -33,12 +42,12 @@ def serve_expert(tables, layer, sign, demand, tiers, chiplets, slots, chip_s, re
 
 
 @kernel
-def split_expert(tables, layer, demand, tiers, chiplets, weights, scale, chip_s, region_s, trial_s, trial, out):  # type: ignore[no-untyped-def]
+def split_expert(tables, layer, demand, tiers, chiplets, weights, scale, sharp, chip_s, region_s, trial_s, trial, out):  # type: ignore[no-untyped-def]
     """Serve one expert by the set of its replicas that leaves the layer least loaded; fills out [C].
 
     Every non-empty set of replicas is tried: each streams once, and the groups, in source order, go to the replica of
     the set whose chiplet is then done first (travel included). Sets are compared by the growth of
-    sum (chiplet / scale) ** 8 + sum (region / scale) ** 8, so the layer's maximum counts and ties still matter. The
+    sum (chiplet * scale) ** 8 + sum (region * scale) ** 8 (16 when ``sharp``), so the layer's maximum counts and ties still matter. The
     loads chip_s [C] and region_s [G] of all other experts are not changed.
     weights [3] of chiplets, regions and travel. trial_s [C] and trial [C] are scratch. Returns the growth.
     """
@@ -58,7 +67,7 @@ def split_expert(tables, layer, demand, tiers, chiplets, weights, scale, chip_s,
                     if (chosen >> other) & 1 and tables.region_of[tiers[other], chiplets[other]] == g:
                         load += tables.expert_bytes[layer] / tables.region_bandwidth[g]
                 more = load + tables.expert_bytes[layer] / tables.region_bandwidth[g]
-                cost += weights[1] * (power8(more * scale) - power8(load * scale))
+                cost += weights[1] * growth8(load * scale, more * scale, sharp)
         if best_cost >= 0.0 and cost >= best_cost:
             continue
         travel = 0.0
@@ -82,7 +91,7 @@ def split_expert(tables, layer, demand, tiers, chiplets, weights, scale, chip_s,
         for slot in range(count):
             if (chosen >> slot) & 1:
                 d = chiplets[slot]
-                cost += weights[0] * (power8(trial_s[d] * scale) - power8(chip_s[d] * scale))
+                cost += weights[0] * growth8(chip_s[d] * scale, trial_s[d] * scale, sharp)
                 trial_s[d] = chip_s[d]  # two replicas on one chiplet count once
         cost += weights[2] * travel * scale / len(tables.link_bandwidth)
         if best_cost < 0.0 or cost < best_cost:
@@ -131,8 +140,8 @@ def balance_layer(  # type: ignore[no-untyped-def]
             if sweep > 0:
                 serve_expert(tables, layer, -1.0, demand[e], tiers[e], chiplets[e], out[e], chip_s, region_s)
             split_expert(
-                tables, layer, demand[e], tiers[e], chiplets[e], weights, scale, chip_s, region_s, trial_s, trial,
-                out[e],
+                tables, layer, demand[e], tiers[e], chiplets[e], weights, scale, sweep > 0, chip_s, region_s, trial_s,
+                trial, out[e],
             )  # fmt: skip
             serve_expert(tables, layer, 1.0, demand[e], tiers[e], chiplets[e], out[e], chip_s, region_s)
     return scale

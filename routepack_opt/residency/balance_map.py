@@ -19,7 +19,10 @@ WEIGHTS = (1.0, 1.0, 1.0)  # load, bank, link: a signal set to 0 is not looked a
 
 
 def balance_map(
-    tables: StageTables, layout: Layout, demand: NDArray[np.int32], sweeps: int = SWEEPS,
+    tables: StageTables,
+    layout: Layout,
+    demand: NDArray[np.int32],
+    sweeps: int = SWEEPS,
     weights: tuple[float, float, float] = WEIGHTS,
 ) -> NDArray[np.int8]:
     """Slot that serves each group, int8 [L, E, C], -1 where there are no tokens.

@@ -12,7 +12,7 @@ from routepack_opt.residency import hotness_kernels
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-KEEP = 0.8  # of the old value a window (the a of new = a * old + (1 - a) * now): a memory of five windows
+KEEP = 0.5  # of the old value a window (the a of new = a * old + (1 - a) * now)
 SCALE = 16  # forecasts count in sixteenths of a token, so that kernels work on whole numbers
 
 
@@ -54,9 +54,10 @@ class Hotness:
 
     def update(self, demand: NDArray[np.int32], window: int) -> None:
         """Take in the demand [L, E, C] of a window that ended."""
-        hotness_kernels.blend(demand, self.keep, self._first, self.demand, self.hot, self.volatility)
+        hotness_kernels.blend(
+            demand, window, self.keep, self._first, self.demand, self.hot, self.volatility, self.last_used
+        )
         self._first = False
-        self.last_used[demand.any(axis=2)] = window
 
     def entropy(self, layer: int) -> NDArray[np.float64]:
         """[E] source entropy in [0, 1]: 0 when one chiplet sends all tokens, 1 when all send as many."""

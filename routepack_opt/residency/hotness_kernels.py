@@ -6,8 +6,11 @@ from routepack_opt.residency.stage_kernels import kernel
 
 
 @kernel
-def blend(demand, keep, first, forecast, hot, volatility):  # type: ignore[no-untyped-def]
-    """forecast [L, E, C], hot [L, E] and volatility [L, E] after demand int32 [L, E, C]; ``first``: nothing before."""
+def blend(demand, window, keep, first, forecast, hot, volatility, last_used):  # type: ignore[no-untyped-def]
+    """forecast [L, E, C], hot [L, E] and volatility [L, E] after demand int32 [L, E, C]; ``first``: nothing before.
+
+    last_used [L, E] becomes ``window`` where there were tokens.
+    """
     num_layers, num_experts, num_chiplets = demand.shape
     fresh = 1.0 - keep
     for layer in range(num_layers):
@@ -20,6 +23,8 @@ def blend(demand, keep, first, forecast, hot, volatility):  # type: ignore[no-un
                     forecast[layer, e, c] = tokens
                 else:
                     forecast[layer, e, c] = keep * forecast[layer, e, c] + fresh * tokens
+            if total > 0:
+                last_used[layer, e] = window
             if first:
                 hot[layer, e] = total
             else:

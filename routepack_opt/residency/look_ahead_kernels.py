@@ -13,7 +13,7 @@ from routepack_opt.residency.stage_kernels import kernel
 
 MOVE, ADD, EVICT = range(3)
 MAX_EXPERTS = 8  # shortlist: experts whose loads the layer's value grows with most
-MAX_TARGETS = 6  # and places for each, by the location score
+MAX_TARGETS = 4  # and places for each, by the location score
 MAX_STALE = 6  # replicas that serve least
 
 
@@ -40,7 +40,7 @@ def trial_value(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Seconds of the layer if the expert, taken out of chip_s and region_s (potential ``rest``), had these replicas."""
     growth = split_expert(
-        tables, 0, demand, tiers, chiplets, weights, scale, chip_s, region_s, trial_s, trial, scratch
+        tables, 0, demand, tiers, chiplets, weights, scale, False, chip_s, region_s, trial_s, trial, scratch
     )
     return seconds_of(rest + growth, scale)
 
@@ -95,34 +95,31 @@ def best_targets(  # type: ignore[no-untyped-def]
     - place[4] * distance to its other replicas, each in units of the layer's peak service time (scarcity: a share).
     """
     num_tiers, num_chiplets = tables.region_of.shape
+    links = len(tables.link_bandwidth)
     total = 0.0
     for c in range(num_chiplets):
         total += demand[c]
-    for t in range(num_tiers):
-        for c in range(num_chiplets):
+    data = tables.token_bytes * total
+    for c in range(num_chiplets):
+        near = np.inf
+        here = 0
+        for slot in range(len(tiers)):
+            if tiers[slot] >= 0:
+                near = min(near, tables.route_inverse[chiplets[slot], c])
+                if chiplets[slot] == c:
+                    here |= 1 << tiers[slot]
+        away = 0.0
+        for s in range(num_chiplets):
+            away += demand[s] * (tables.route_inverse[s, c] + tables.route_inverse[c, s])
+        travel = weights[2] * (place[0] * away * tables.token_bytes - place[4] * near * data) / links
+        queue = weights[0] * place[1] * (chip_s[c] + 0.5 * total * tables.expert_ops / tables.chiplet_ops[c])
+        for t in range(num_tiers):
             g = tables.region_of[t, c]
             at = t * num_chiplets + c
             scores[at] = np.inf
-            if g < 0 or not fits[g]:
-                continue
-            here = False
-            near = np.inf
-            for slot in range(len(tiers)):
-                if tiers[slot] >= 0:
-                    d = chiplets[slot]
-                    here |= tiers[slot] == t and d == c
-                    near = min(near, tables.route_inverse[d, c] * tables.token_bytes * total)
-            if here:
-                continue
-            away = 0.0
-            for s in range(num_chiplets):
-                away += demand[s] * tables.token_bytes * (tables.route_inverse[s, c] + tables.route_inverse[c, s])
-            scores[at] = scale * (
-                weights[2] * place[0] * away / len(tables.link_bandwidth)
-                + weights[0] * place[1] * (chip_s[c] + 0.5 * total * tables.expert_ops / tables.chiplet_ops[c])
-                + weights[1] * place[2] * (region_s[g] + tables.expert_bytes[0] / tables.region_bandwidth[g])
-                - weights[2] * place[4] * near / len(tables.link_bandwidth)
-            ) + place[3] * (1.0 - free_share[t])
+            if g >= 0 and fits[g] and not (here >> t) & 1:
+                bank = region_s[g] + tables.expert_bytes[0] / tables.region_bandwidth[g]
+                scores[at] = scale * (travel + queue + weights[1] * place[2] * bank) + place[3] * (1.0 - free_share[t])
     count = 0
     while count < len(chosen):
         best = -1
@@ -214,9 +211,7 @@ def plan_layer(  # type: ignore[no-untyped-def]
         return
     value[3] = seconds_of(potential(weights, scale, chip_s, region_s), scale)
     for i in range(
-        pressing_experts(
-            tables, demand, tiers, chiplets, slots, may, weights, scale, chip_s, region_s, push, experts
-        )
+        pressing_experts(tables, demand, tiers, chiplets, slots, may, weights, scale, chip_s, region_s, push, experts)
     ):
         e = experts[i]
         serve_expert(tables, 0, -1.0, demand[e], tiers[e], chiplets[e], slots[e], chip_s, region_s)

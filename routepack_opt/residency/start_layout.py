@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Location = Literal["balanced", "near", "spread"]
 LOCATIONS: tuple[Location, ...] = ("balanced", "near", "spread")
 
+
 def popularity_layout(
     scene: Scene,
     profile: NDArray[np.int64] | NDArray[np.float64],

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 class CachedReplicas:
     """Base of LRU and LFU: ``rank`` says which expert deserves a replica.
 
+    Layers bound by streaming are left alone: replacing replicas there made both worse than a single copy.
+
     Parameters
     ----------
     swaps
@@ -53,7 +55,9 @@ class CachedReplicas:
         return [edit for layer in range(view.scene.num_layers) for edit in self._layer(view, layer)]
 
     def _layer(self, view: PolicyView, layer: int) -> list[Edit]:
-        layout = view.layout
+        layout, stages = view.layout, view.result.stages[layer]
+        if stages[3] >= stages[4]:  # bound by streaming: copies would cost time and save none
+            return []
         share = self.rank(view, layer) / layout.count[layer]
         leave = may_leave(view.directory, layer, view.window)
         leave[:, 0] = False
@@ -69,7 +73,8 @@ class CachedReplicas:
             if victim is None or share[expert] < self.margin * share[victim]:
                 break
             slot = int(np.flatnonzero(leave[victim])[-1])
-            edits.append(eviction(layer, victim, int(layout.tier[layer, victim, slot]), int(layout.chiplet[layer, victim, slot])))
+            place = layout.replicas(layer, victim)[slot]
+            edits.append(eviction(layer, victim, *place))
         return edits
 
     def _place(self, view: PolicyView, layer: int, expert: int) -> tuple[int, int] | None:

@@ -67,7 +67,9 @@ class Hydra:
             book.take_out(expert, *here, 1)
             busy = book.chiplet_s + book.work[expert] * book.token_s
             stream = np.where(region_of >= 0, (book.region_s + book.stream_s)[region_of], np.inf)
-            cost = np.maximum(busy[None, :], stream) + self.distance * book.distance(expert)[None, :] * book.work[expert]
+            cost = (
+                np.maximum(busy[None, :], stream) + self.distance * book.distance(expert)[None, :] * book.work[expert]
+            )
             legal = legal_targets(view.directory, layer, expert, moves=True)
             best = np.where(legal, cost, np.inf)
             tier, chiplet = divmod(int(np.argmin(best)), best.shape[1])

@@ -66,7 +66,7 @@ class LookAhead:
     mu2: float = 0.01
     hysteresis: float = 0.001
     place: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 0.0, 1.0)
-    layers: int = 2
+    layers: int = 1
     rest: int = 4
     name: str = "look-ahead"
     mapping: str = "balance"
@@ -151,9 +151,7 @@ class LookAhead:
                 options.append((float(plan.value[3] - then.value[kind]), [evict, then.step(layer, kind)]))
         return [(gain, steps) for gain, steps in options if np.isfinite(gain)]
 
-    def _trades(
-        self, draft: Draft, layer: int, plans: list[tuple[int, LayerPlan]]
-    ) -> list[tuple[float, list[Step]]]:
+    def _trades(self, draft: Draft, layer: int, plans: list[tuple[int, LayerPlan]]) -> list[tuple[float, list[Step]]]:
         """An addition paid by the cheapest eviction of another layer, when the budget is used up."""
         size, plan = self._planner.scene.expert_bytes[layer], draft.plan(layer)
         if draft.budget >= size or not np.isfinite(plan.value[ADD]):

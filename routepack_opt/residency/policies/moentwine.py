@@ -90,9 +90,7 @@ class MoEntwine:
         tier, chiplet = divmod(int(np.argmin(cost)), cost.shape[1])
         return tier, chiplet
 
-    def _coldest(
-        self, view: PolicyView, layer: int, expert: int, share: NDArray[np.float64]
-    ) -> Edit | None:
+    def _coldest(self, view: PolicyView, layer: int, expert: int, share: NDArray[np.float64]) -> Edit | None:
         """Eviction of the layer's coldest shadow, if the expert is enough hotter."""
         layout = view.layout
         leave = may_leave(view.directory, layer, view.window)

@@ -4,4 +4,4 @@ from __future__ import annotations
 
 from routepack_opt.residency.mapping import MapWeights
 
-BALANCED = MapWeights(queue=1.0, path=1.0, bank=1.0, streaming=1.0, peak=3.0)
+BALANCED = MapWeights(queue=0.1, path=0.1, bank=0.1, streaming=0.5, peak=8.0)
