@@ -31,6 +31,18 @@ def test_recording_and_recomputation() -> None:
     assert torch.equal(recorded[:, 1], (OWN + 1).short())
 
 
+@pytest.mark.parametrize("make", [RouteTape.off, RouteTape.recording])
+def test_recomputation_with_another_choice_gets_the_first_one(make) -> None:  # type: ignore[no-untyped-def]
+    tape = make()
+    first = tape.for_pass()
+    assert torch.equal(first.choose(0, OWN), OWN)
+    second = tape.for_pass()
+    assert torch.equal(second.choose(0, OWN + 1), OWN + 1)  # another pass is free to choose
+    assert torch.equal(first.choose(0, OWN + 2), OWN)  # a kernel that is not deterministic chose otherwise
+    if make is RouteTape.recording:
+        assert torch.equal(tape.recorded()[:, 0], (OWN + 1).short())
+
+
 def test_recorded_ids_above_int16() -> None:
     tape = RouteTape.recording()
     tape.choose(0, OWN + 40000)

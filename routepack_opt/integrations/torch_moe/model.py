@@ -165,6 +165,7 @@ class MoETransformer(nn.Module):
             cache.begin(rows)
         x_TD = self.model.embed_tokens(tokens_T)
         rotary = self.rotary(rows.positions_T, rows.num_positions, x_TD.dtype)
+        tape = tape.for_pass()
         for index, layer in enumerate(self.model.layers):
             if self.recompute and torch.is_grad_enabled() and cache is None:
                 x_TD = checkpoint(layer, x_TD, rows, rotary, tape, use_reentrant=False, preserve_rng_state=False)

@@ -14,7 +14,7 @@ from routepack_opt.errors import InvalidInput
 
 
 class RouteTape:
-    """One forward pass's routes, asked once per MoE layer (and again, with the same answer, by recomputation).
+    """Routes of forward passes, asked once per MoE layer.
 
     Ids are logical. A replayed id is forced in the forward pass and therefore in the backward pass; the router computes
     its weights *at* those ids, so gradients still reach it.
@@ -26,6 +26,18 @@ class RouteTape:
         self._mode = mode
         self._routes_TLK = routes_TLK
         self._rows: dict[int, torch.Tensor] = {}
+        self._answers_again = False
+
+    def for_pass(self) -> RouteTape:
+        """The tape of one forward pass: it answers a layer's recomputation as it answered the first time.
+
+        On kernels that are not deterministic the router could choose other experts the second time, and the gradients
+        would belong to no forward pass. :meth:`recorded` of this tape then holds the latest pass.
+        """
+        tape = RouteTape(self._mode, self._routes_TLK)
+        tape._answers_again = True
+        self._rows = tape._rows
+        return tape
 
     @classmethod
     def off(cls) -> RouteTape:
@@ -78,7 +90,9 @@ class RouteTape:
         InvalidInput
             The tape holds another number of tokens, layers or top-k.
         """
-        if self._mode == "off":
+        if self._answers_again and moe_layer in self._rows:
+            return self._rows[moe_layer]
+        if self._mode == "off" and not self._answers_again:
             return own_ids_TK
         ids_TK = own_ids_TK
         if self._routes_TLK is not None:
@@ -101,7 +115,7 @@ class RouteTape:
         InvalidInput
             The tape is off, or no forward pass used it.
         """
-        if not self._rows:
+        if self._mode == "off" or not self._rows:
             raise InvalidInput("tape: nothing recorded; pass RouteTape.recording() to the forward pass first")
         rows = [self._rows[layer] for layer in sorted(self._rows)]
         ids_TLK = torch.stack(rows, dim=1).cpu()
