@@ -87,6 +87,10 @@ def run(options: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         interrupted = True
+    if records and all("error" in record for record in records):
+        from routepack_opt.errors import InvalidInput
+
+        raise InvalidInput(records[0]["error"])
     _report(options, comparison, records, folder, started, time.perf_counter() - begun)
     if interrupted:
         print(f"interrupted after {plural(len(records), 'run')} of {num_runs}", file=sys.stderr)
@@ -162,9 +166,11 @@ def _report(
         for phase in comparison.phases:
             _print_headline(records, phase, level)
     _print_figures(records)
-    for record in records:
-        if "error" in record:
-            print(f"{record['model']} {record['phase']} {record['policy']} {record['variation']}: {record['error']}")
+    failed = [
+        f"{r['model']} {r['phase']}, {r['table']} ({r['variation']}): {r['error']}" for r in records if "error" in r
+    ]
+    for line in dict.fromkeys(failed):
+        print(f"not run: {line}")
     if folder is not None and records:
         print(f"wrote {folder / 'index.html'}, results.json and results.csv")
 

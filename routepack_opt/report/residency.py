@@ -119,9 +119,9 @@ def _headlines(comparison: Comparison, records: Sequence[Record]) -> str:
                 parts.append(f"<h3>{phase}, {level} level</h3>{_headline(lines)}")
     parts.append(
         '<p class="soft">Routed latency over that of the policy in the column head, then totals over static: '
-        "geometric means over workloads. strongest fixed: the best fixed-replica policy of each workload. Hits: replica reads "
-        "(and token assignments) that a tier faster than the slowest served. Above bound: routed time over a proved "
-        "lower bound for every layout and assignment, on the windows that have one.</p>"
+        "geometric means over workloads. strongest fixed: the best fixed-replica policy of each workload. Hits: "
+        "replica reads (and token assignments) that a tier faster than the slowest served. Above bound: routed time "
+        "over a proved lower bound for every layout and assignment, on the windows that have one.</p>"
     )
     return "".join(parts)
 
@@ -224,7 +224,7 @@ def _heat_maps(comparison: Comparison, records: Sequence[Record]) -> list[tuple[
 def _sweeps(comparison: Comparison, records: Sequence[Record]) -> str:
     parts = []
     for table, field, title, base in (
-        (BUDGET, "copies", "Copy budget: routed latency over hydra with one copy", "hydra"),
+        (BUDGET, "budget_copies", "Copy budget: routed latency over hydra with one copy", "hydra"),
         (CAPACITY, "fast_capacity", "Fast tiers' capacity: routed latency over static at 1x", STATIC),
     ):
         for phase in comparison.phases:

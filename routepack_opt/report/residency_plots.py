@@ -42,7 +42,8 @@ def plot_latency(records: Sequence[Record], level: str) -> Axes:
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.set_xlim(0, 1.12 * max(1.0, ax.get_xlim()[1] / 1.05))
-    ax.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.12))
+    if names:
+        ax.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.12))
     return finish(ax, f"Routed latency over static, {level} level", "", grid="x")
 
 
@@ -64,24 +65,25 @@ def plot_stages(records: Sequence[Record], phase: str) -> Axes:
     ax.set_ylim(len(models) - 0.4, -0.6)
     if runs:
         ax.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.45, -0.12))
-    return finish(ax, f"Stages, {phase}: static above, ours below", "over static", grid="x")
+    return finish(ax, f"Stages over static's total, {phase}: static above, ours below", "", grid="x")
 
 
 def plot_budgets(records: Sequence[Record]) -> Axes:
     """Copy-budget sweep next to the paper's."""
     runs = summary.select(records, BUDGET)
-    base = summary.values([r for r in runs if r["copies"] == paper.COPIES[0]], "hydra")
+    base = summary.values([r for r in runs if r["budget_copies"] == paper.COPIES[0]], "hydra")
     ax = new_axes(height=3.8)
     names = [*paper.COPY_BUDGETS, *(n for n in summary.names(runs) if n not in paper.COPY_BUDGETS)]
     colour, marker = colours(names), markers(names)
     for name in names:
-        ours = summary.sweep(runs, name, "copies", base)
+        ours = summary.sweep(runs, name, "budget_copies", base)
         points = [(x, y) for x, y in ours.items() if y is not None]
         if points:
             ax.plot(*zip(*points, strict=True), color=colour[name], marker=marker[name], ms=4, lw=1.4, label=name)
         if name in paper.COPY_BUDGETS:
             ax.plot(paper.COPIES, paper.COPY_BUDGETS[name], color=colour[name], marker=marker[name], ms=3, lw=1, ls=":")
-    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if runs:
+        ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return finish(ax, "Copy budget (dotted: paper)", "copies", "latency over hydra with one copy")
 
 
@@ -98,7 +100,7 @@ def plot_ablation(records: Sequence[Record]) -> Axes:
         ax.bar(x + 0.1, papers, width=0.19, color=_PHASE_COLOURS[phase], alpha=0.35, label=f"{phase}, paper")
     ax.axhline(1.0, color=INK, lw=0.8)
     ax.set_xticks(range(len(SIGNALS)), [f"no {name}" for name in SIGNALS])
-    ax.legend(fontsize=8, frameon=False, ncols=2)
+    ax.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return finish(ax, "A pressure signal removed", "", "latency over full", grid="y")
 
 
@@ -153,8 +155,12 @@ def plot_use(records: Sequence[Record], phase: str, field: str, labels: Sequence
                 names.append(f"{model} {word}")
     ax = new_axes(width=max(6.2, 1.6 + 0.13 * len(labels)), height=1.2 + 0.22 * max(len(rows), 4))
     if rows:
-        image = ax.imshow(np.asarray(rows), aspect="auto", cmap="viridis", vmin=0.0, vmax=1.0, interpolation="nearest")
-        bar = ax.figure.colorbar(image, ax=ax, fraction=0.03, pad=0.01)
+        edges = np.arange(len(labels) + 1) - 0.5, np.arange(len(rows) + 1) - 0.5
+        mesh = ax.pcolormesh(*edges, np.asarray(rows), cmap="viridis", vmin=0.0, vmax=1.0)
+        ax.set_ylim(len(rows) - 0.5, -0.5)
+        bar = ax.figure.colorbar(mesh, ax=ax, fraction=0.03, pad=0.01)
+        if bar.solids is not None:
+            bar.solids.set_rasterized(False)  # a page without bitmaps
         bar.ax.tick_params(labelsize=7.5, colors=SOFT, length=0)
     ax.set_yticks(range(len(names)), names)
     ax.set_xticks(range(len(labels)), labels, rotation=90)

@@ -87,7 +87,6 @@ def run_case(
     stopped: Callable[[], bool],
 ) -> list[Record]:
     """Run what ``known`` does not hold, each record appended to ``journal`` at once; ends early when ``stopped``."""
-    bench = _Bench(comparison, case)
     records: list[Record] = []
 
     def keep(record: Record) -> None:
@@ -95,6 +94,13 @@ def run_case(
         if journal is not None:
             append_record(journal, record)
 
+    try:
+        bench = _Bench(comparison, case)
+    except RoutePackError as error:  # this model does not fit; others may
+        message = " ".join(str(error).split())
+        for setting in settings_of(comparison, case):
+            keep({"key": setting.key(comparison, case), **_identity(case, setting), "error": message})
+        return records
     for setting in settings_of(comparison, case):
         if stopped():
             return records
@@ -105,6 +111,16 @@ def run_case(
     if comparison.bounds and key not in known and not stopped():
         keep({"key": key, **bench.bounds()})
     return records
+
+
+def _identity(case: Case, setting: Setting) -> Record:
+    variation = setting.variation
+    return {
+        "table": setting.table.name, "model": case.model, "phase": case.phase, "seed": case.seed,
+        "policy": setting.policy, "level": setting.level, "variation": variation.label,
+        "budget_copies": variation.copies, "fast_capacity": variation.fast_capacity,
+        "without": variation.without, "cold": variation.cold,
+    }  # fmt: skip
 
 
 def append_record(journal: str, record: Record) -> None:
@@ -162,13 +178,8 @@ class _Bench:
     def run(self, setting: Setting) -> Record:
         """One policy; a refusal becomes the record's ``error``."""
         case, begun = self.case, time.process_time()
-        record: Record = {
-            "table": setting.table.name, "model": case.model, "phase": case.phase, "seed": case.seed,
-            "policy": setting.policy, "level": setting.level, "variation": setting.variation.label,
-            "copies": setting.variation.copies, "fast_capacity": setting.variation.fast_capacity,
-            "without": setting.variation.without, "cold": setting.variation.cold,
-            "workload": "synthetic" if self.workload.synthetic else "real", "note": self.workload.note,
-        }  # fmt: skip
+        record = _identity(case, setting)
+        record |= {"workload": "synthetic" if self.workload.synthetic else "real", "note": self.workload.note}
         try:
             scene, layout, profile = self._start(setting)
             demand = self.demand[:, : scene.num_layers]

@@ -186,14 +186,14 @@ def _tier_reason(full: Sequence[Record]) -> str:
 
 def _budgets(records: Sequence[Record]) -> list[Figure]:
     runs = summary.select(records, BUDGET)
-    base = summary.values([r for r in runs if r["copies"] == COPIES[0]], "hydra")
+    base = summary.values([r for r in runs if r["budget_copies"] == COPIES[0]], "hydra")
     found = []
     for policy, papers in COPY_BUDGETS.items():
-        ours = summary.sweep(runs, policy, "copies", base) if runs else {}
+        ours = summary.sweep(runs, policy, "budget_copies", base) if runs else {}
         for copies, paper in zip(COPIES, papers, strict=True):
             value = ours.get(copies)
             reason = _budget_reason(runs, policy, copies)
-            found.append(Figure(f"{policy} with {copies:g} copies over hydra with 1", "", paper, value, False,
+            found.append(Figure(f"{policy} at {copies:g}x copies over hydra at 1x", "", paper, value, False,
                                 _plain(paper, value, reason)))  # fmt: skip
     return found
 
@@ -201,5 +201,5 @@ def _budgets(records: Sequence[Record]) -> list[Figure]:
 def _budget_reason(runs: Sequence[Record], policy: str, copies: float) -> str:
     if policy in ("hydra", "pimoe"):
         return "it keeps one copy, so the budget changes nothing"
-    bound = summary.binding([r for r in runs if r["copies"] == copies], policy)
+    bound = summary.binding([r for r in runs if r["budget_copies"] == copies], policy)
     return "" if bound is None else bound.sentence

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from routepack_opt.errors import InvalidInput
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from routepack_opt.residency.observation import Policy
 
 Group = Literal["static", "fixed", "cache", "peer", "ours", "ablation", "reference"]
@@ -37,6 +40,8 @@ class Entry:
         It takes the demand of all windows as ``windows``.
     attributes
         Set on the policy once it is made.
+    lacks
+        What else it needs and this machine has not, or None.
     """
 
     name: str
@@ -47,12 +52,13 @@ class Entry:
     options: dict[str, Any] = field(default_factory=dict)
     needs_windows: bool = False
     attributes: dict[str, Any] = field(default_factory=dict)
+    lacks: Callable[[], str | None] = lambda: None
 
     def missing(self) -> str | None:
         """Why it cannot run here; None when it can."""
         package = self.module.rpartition(".")[0]
         found = importlib.util.find_spec(package) and importlib.util.find_spec(self.module)
-        return None if found else f"module {self.module} is not there"
+        return self.lacks() if found else f"module {self.module} is not there"
 
     def make(self, windows: object = None) -> Policy:
         """A fresh policy; ``windows`` only for those that need them."""
@@ -74,6 +80,13 @@ def _signals(*without: str) -> Any:
         return signals(**dict.fromkeys(without, False))
 
     return make
+
+
+def _dqn_lacks() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "it needs torch: install routepack-opt[torch]"
+    shipped = Path(__file__).with_name("dqn") / "shipped.safetensors"
+    return None if shipped.is_file() else "no trained network is shipped; see 'routepack residency train'"
 
 
 def _tuned_map() -> Any:
@@ -114,6 +127,9 @@ _ENTRIES = (
     ),
     _ours(OURS, "ours", "the model-based controller, at most one edit a window"),
     _ours("look-ahead-8", "ours", "the model-based controller, at most eight edits a window", max_edits=8, layers=8),
+    Entry(
+        "dqn", "ours", "the learned controller, at most one edit a window", f"{_HOME}.dqn", "Dqn", lacks=_dqn_lacks
+    ),
     Entry(
         NO_MAP, "ablation", "our controller, each group to the nearest replica", f"{_HOME}.look_ahead", "LookAhead",
         attributes={"serve": None, "mapping": "nearest"},
