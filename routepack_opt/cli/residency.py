@@ -11,6 +11,7 @@ from routepack_opt.cli.arguments import Parser
 # Each is the module residency_<name> of this package with add_arguments, run, DESCRIPTION and EPILOG.
 SUB_COMMANDS = {
     "run": "replay a routing trace through a cache: hits and streamed bytes of a policy",
+    "compare": "policies on the same windows, next to the figures of the HCRMap paper",
     "bound": "how far policies are from the best layout and assignment of a window",
 }
 
