@@ -47,9 +47,9 @@ def split_expert(tables, layer, demand, tiers, chiplets, weights, scale, sharp, 
 
     Every non-empty set of replicas is tried: each streams once, and the groups, in source order, go to the replica of
     the set whose chiplet is then done first (travel included). Sets are compared by the growth of
-    sum (chiplet * scale) ** 8 + sum (region * scale) ** 8 (16 when ``sharp``), so the layer's maximum counts and ties still matter. The
-    loads chip_s [C] and region_s [G] of all other experts are not changed.
-    weights [3] of chiplets, regions and travel. trial_s [C] and trial [C] are scratch. Returns the growth.
+    sum (chiplet * scale) ** 8 + sum (region * scale) ** 8 (16 when ``sharp``), so the layer's maximum counts and ties
+    still matter. The loads chip_s [C] and region_s [G] of all other experts are not changed. weights [3] of chiplets,
+    regions and travel. trial_s [C] and trial [C] are scratch. Returns the growth.
     """
     count = 0
     while count < len(tiers) and tiers[count] >= 0:

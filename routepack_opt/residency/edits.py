@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from routepack_opt.residency.directory import Edit
+from routepack_opt.residency.directory import Edit, EditKind
 from routepack_opt.residency.layout import Replica
 
 
@@ -13,7 +13,7 @@ def addition(layer: int, expert: int, tier: int, chiplet: int) -> Edit:
 
 def move(layer: int, expert: int, source: Replica, tier: int, chiplet: int) -> Edit:
     """``source`` leaves for (tier, chiplet): a demotion when that tier is slower, else a promotion."""
-    kind = "demote" if tier > source.tier else "promote"
+    kind: EditKind = "demote" if tier > source.tier else "promote"
     return Edit(kind, int(layer), int(expert), int(tier), int(chiplet), drop=Replica(*map(int, source)))
 
 

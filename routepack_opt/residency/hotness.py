@@ -68,4 +68,4 @@ class Hotness:
 
     def forecast(self, layer: int) -> NDArray[np.int32]:
         """int32 [E, C] forecast of a layer in units of 1 / SCALE tokens."""
-        return np.rint(self.demand[layer] * SCALE).astype(np.int32)
+        return np.asarray(np.rint(self.demand[layer] * SCALE), dtype=np.int32)

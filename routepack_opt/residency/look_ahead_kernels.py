@@ -187,10 +187,11 @@ def plan_layer(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The best move, addition and eviction of one layer on its forecast demand int32 [E, C].
 
-    Parameters: replicas tiers, chiplets [E, R]; may [E] which experts may get a copy; leave [E, R] which may leave (for evictions of experts with several
-    and for moves of any); fits [G] whether a region has room for one more; free_share [T]; place [5]; weights [3]:
-    load, bank, link. Fills best [3, 4]: expert, tier, chiplet, slot that leaves (-1 none), rows MOVE, ADD and EVICT;
-    value [4]: seconds of the layer after each (inf when there is none), and now. slots [E, C]: the assignment.
+    Parameters: replicas tiers, chiplets [E, R]; may [E] which experts may get a copy; leave [E, R] which replicas may
+    leave (for evictions of experts with several and for moves of any); fits [G] whether a region has room for one
+    more; free_share [T]; place [5]; weights [3]: load, bank, link. Fills best [3, 4]: expert, tier, chiplet, slot that
+    leaves (-1 none), rows MOVE, ADD and EVICT; value [4]: seconds of the layer after each (inf when there is none),
+    and now. slots [E, C]: the assignment.
     """
     num_experts, num_slots = tiers.shape
     num_tiers, num_chiplets = tables.region_of.shape

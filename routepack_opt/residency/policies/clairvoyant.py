@@ -22,9 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class Clairvoyant(LookAhead):
-    """Plans every layer with the demand to come; edits cost nothing in its eyes (copying still takes its time)."""
+    """Plans every layer with the demand to come; edits cost nothing in its eyes (copying still takes its time).
+
+    Parameters
+    ----------
+    windows
+        All demand.
+    span
+        Windows ahead it plans for: a copy stays A_min windows at least, the next window alone misleads.
+    """
 
     windows: Workload | Sequence[NDArray[np.int32]] = ()
+    span: int = 6
     max_edits: int | None = 64
     mu1: float = 0.0
     mu2: float = 0.0
@@ -36,6 +45,8 @@ class Clairvoyant(LookAhead):
         """Edits for the next window."""
         if view.window + 1 >= len(self.windows):
             return []
-        future = Hotness(view.demand.shape, keep=0.0)
-        future.update(self.windows[view.window + 1], view.window + 1)
+        last = min(view.window + 1 + self.span, len(self.windows))
+        coming = [self.windows[window] for window in range(view.window + 1, last)]
+        future = Hotness(view.demand.shape)
+        future.start(np.mean(coming, axis=0))
         return super().decide(replace(view, hotness=future))

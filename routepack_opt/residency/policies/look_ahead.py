@@ -132,10 +132,9 @@ class LookAhead:
         if pick is None:
             return None
         last = pick[-1]
-        if pick[0].layer != last.layer or len(pick) == 1:
-            if not draft.fits(last):
-                draft.layers[last.layer].plan = None  # planned before another layer took the room
-                return self._best(draft, layers, exposed_s, most)
+        if (pick[0].layer != last.layer or len(pick) == 1) and not draft.fits(last):
+            draft.layers[last.layer].plan = None  # planned before another layer took the room
+            return self._best(draft, layers, exposed_s, most)
         return pick[: most - len(draft.edits)]
 
     def _options(self, draft: Draft, layer: int, plan: LayerPlan) -> list[tuple[float, list[Step]]]:
