@@ -68,6 +68,7 @@ class RecordedPolicy:
         self.layouts: dict[int, Layout] = {}
 
     def __getattr__(self, name: str) -> Any:
+        """Whatever the policy has."""
         return getattr(self._policy, name)
 
     def serve(self, tables: Any, layout: Layout, demand: NDArray[np.int32]) -> NDArray[np.int8]:
@@ -129,7 +130,7 @@ def bound_report(
     for entry in entries:
         tell(f"policy {entry.name}")
         policy = RecordedPolicy(entry.make(workload), first, windows.tolist() if with_assignment else [])
-        run = run_policy(scene, workload, policy, start=start)  # type: ignore[arg-type]
+        run = run_policy(scene, workload, policy, start=start)
         routed = run.routed_s[windows - first]
         under = None
         if with_assignment:

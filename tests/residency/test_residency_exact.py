@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from functools import lru_cache
 from pathlib import Path  # noqa: TC003 - a fixture's annotation
 
@@ -203,3 +204,36 @@ def test_nothing_to_do_takes_no_time(folder: Path) -> None:
     for engine in ENGINES:
         exact = solve_window_exact(scene, np.zeros((2, 3, 2), dtype=np.int32), engine=engine)  # type: ignore[arg-type]
         assert exact.status == "optimal" and exact.objective_s == exact.bound_s == 0.0
+
+
+def test_report_of_policies_is_never_below_the_bounds() -> None:
+    from routepack_opt.models.residency_gaps import bound_report
+    from routepack_opt.residency.policy_registry import find_policies
+    from routepack_opt.residency.windows import synthetic_workload
+
+    scene = scene_of(Package.load("paper"), num_layers=2, num_experts=8, top_k=2, expert_bytes=30.0 * MIB)
+    workload = synthetic_workload(
+        "mixtral-8x7b", "decode", scene.num_chiplets, num_layers=2, num_experts=8, top_k=2, num_windows=20, seed=1
+    )
+    report = bound_report(scene, workload, find_policies(["static", "look-ahead"]), num_windows=3, with_assignment=True)
+    assert report.windows.tolist() == [7, 13, 19]
+    for gap in report.policies:
+        assert (gap.gaps >= 0).all() and gap.gap <= gap.gaps.max() + 1e-12
+        assert gap.assignment_s is not None and (gap.assignment_s <= gap.routed_s).all()
+        np.testing.assert_allclose(gap.routed_s, report.bound_s * (1 + gap.gaps))
+
+
+def test_command_prints_bounds_and_distances(capsys: pytest.CaptureFixture[str]) -> None:
+    from routepack_opt.cli import main
+
+    arguments = ["residency", "bound", "--model", "dbrx", "--phase", "decode", "--length", "12", "--windows", "2"]
+    assert main([*arguments, "--policies", "static", "--layers", "1", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["windows"] == [6, 11] and document["synthetic"]
+    (policy,) = document["policies"]
+    assert all(t >= b > 0 for t, b in zip(policy["routed_s"], document["bound_s"], strict=True))
+    assert main([*arguments, "--policies", "static", "--layers", "1", "--assignment", "-q"]) == 0
+    text = capsys.readouterr().out
+    assert "Scope: dbrx on paper" in text and "over best assignment" in text
+    assert main([*arguments, "--policies", "nonesuch"]) == 4
+    assert "'nonesuch' is unknown" in capsys.readouterr().err
