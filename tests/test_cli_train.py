@@ -9,14 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from routepack_opt.cli import main
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONFIG = """\
 [model]
@@ -59,6 +56,13 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     finally:
         process.kill()  # its ranks die with it
     return process.returncode, out, err
+
+
+def wait_for_a_step(config: Path, process: subprocess.Popen[str]) -> Path:
+    metrics, deadline = config.with_name("run") / "metrics.jsonl", time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    return metrics
 
 
 def test_refusals_are_one_line_and_exit_4(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,20 +111,58 @@ def test_a_short_run_prints_its_summary(config: Path) -> None:
 
 
 @pytest.mark.distributed
-def test_a_refusal_of_the_ranks_keeps_its_exit_code(config: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "extra", "words"),
+    [
+        ("", ["--resume"], "holds no checkpoint to resume from"),
+        ("", ["--out", "/proc/none"], "/proc/none: cannot be written (No such file or directory)"),
+        ('hf = "/none"', [], "/none: cannot be read (No such file or directory)"),
+        ("num_heads = 500_000_000", [], "this needs more memory than the device has; lower the sizes"),
+    ],
+)
+def test_a_refusal_of_the_ranks_is_one_line_with_its_exit_code(
+    config: Path, change: str, extra: list[str], words: str
+) -> None:
     pytest.importorskip("torch")
-    code, out, err = finish(start("--config", config, "--resume"))
-    assert code == 4 and "holds no checkpoint to resume from" in err
-    assert "Traceback" not in err and not out
+    config.write_text(config.read_text().replace("num_heads = 2", change or "num_heads = 2"))
+    code, out, err = finish(start("--config", config, *extra))
+    assert code == 4 and not out
+    assert err.startswith("routepack train: ") and words in err and err.count("\n") == 1
+    assert "--resume" not in extra or not config.with_name("run").exists()
+
+
+@pytest.mark.distributed
+def test_a_killed_rank_is_one_line_without_the_tracebacks_of_its_peers(config: Path) -> None:
+    pytest.importorskip("torch")
+    process = start("--config", config, "--steps", "100000", "-q")
+    wait_for_a_step(config, process)
+    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(ranks[2]), signal.SIGKILL)
+    code, out, err = finish(process)
+    *others, last = err.splitlines()
+    assert code == 1 and not out and all(line.startswith("compiling") for line in others), err
+    assert last.startswith("routepack train: rank 2 was killed by SIGKILL") and "restart with --resume" in last
+
+
+@pytest.mark.distributed
+def test_a_background_job_that_is_interrupted_exits_130(config: Path) -> None:
+    pytest.importorskip("torch")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a plain shell starts what ends with an ampersand
+    try:
+        process = start("--config", config, "--steps", "100000", "-q")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    wait_for_a_step(config, process)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130 and err.endswith("routepack train: interrupted\n")
 
 
 @pytest.mark.distributed
 def test_an_interrupted_run_leaves_a_checkpoint(config: Path) -> None:
     pytest.importorskip("torch")
     process = start("--config", config, "--steps", "100000")
-    metrics, deadline = config.with_name("run") / "metrics.jsonl", time.monotonic() + 90
-    while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.1)
+    metrics = wait_for_a_step(config, process)
     process.send_signal(signal.SIGINT)
     code, out, err = finish(process)
     assert code == 130 and "Traceback" not in err and "mean reward" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from routepack_opt.cli import INTERRUPTED
@@ -12,6 +13,7 @@ from routepack_opt.cli.progress import stop_on_interrupt
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator
 
     from routepack_opt.integrations.torch_moe.grpo.run_config import RunConfig
     from routepack_opt.integrations.torch_moe.grpo.summary import RunSummary
@@ -34,10 +36,12 @@ all of them when one fails. The run's folder gets metrics.jsonl (a line a step),
 (chrome://tracing), summary.json and checkpoints/. A folder that holds a run already is left
 alone: the next free name (run-2, run-3 ...) is taken, unless --resume goes on with it.
 
-Ctrl-C ends the run after the current step, with a checkpoint, and exits with 130."""
+Ctrl-C ends the run after the current step, with a checkpoint, and exits with 130. SIGTERM
+ends it at once."""
 
 _GRACE_S = 60.0  # after Ctrl-C the ranks finish their step and write a checkpoint; a second one ends the wait
-_REFUSALS = (2, 3, 4)  # exit codes that a rank explains in a line of its own
+_REFUSALS = (2, 3, 4)  # exit codes with which all ranks refuse the same thing
+_CONNECTION = ("gloo", "nccl", "connection", "timed out", "broken pipe")  # how torch.distributed says a peer is gone
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Join the job when torchrun or this command's own launcher started the process, else start the ranks."""
+    from routepack_opt.errors import RoutePackError
     from routepack_opt.integrations.torch_moe.grpo.run_config import RunConfig
+    from routepack_opt.integrations.torch_moe.launch import leave_reason
     from routepack_opt.integrations.torch_moe.process_setup import under_launcher
 
     config = RunConfig.load(options.config).override(
@@ -67,7 +73,12 @@ def run(options: argparse.Namespace) -> int:
     config.check(options.config)
     _check_libraries()
     if under_launcher():
-        summary = _join(config, options.resume)
+        try:
+            summary = _join(config, options.resume)
+        except RoutePackError as error:
+            if not leave_reason(str(error)):
+                raise
+            return error.exit_code
         if summary is None:
             return 0
         _print(summary, options.json)
@@ -90,11 +101,29 @@ def _join(config: RunConfig, resume: bool) -> RunSummary | None:
 
     parallel = config.parallel
     settings = {"backend": parallel.backend, "timeout_s": parallel.timeout_s, "num_threads": parallel.threads}
-    with process_group(**settings) as setup, stop_on_interrupt() as stop:
+    with _torch_errors_in_one_line(), process_group(**settings) as setup, stop_on_interrupt() as stop:
         return run_training(config, setup.device, resume=resume, stop=stop)
 
 
+@contextmanager
+def _torch_errors_in_one_line() -> Iterator[None]:
+    """A peer that is gone and a device that is full are no bugs: their tracebacks would bury the line that counts."""
+    from routepack_opt.errors import InvalidInput, RoutePackError
+
+    try:
+        yield
+    except RuntimeError as error:
+        words, first = str(error).lower(), next(iter(str(error).splitlines()), "")
+        if "out of memory" in words or "allocate memory" in words:
+            what = "lower the sizes of the model, plan.token_cap or sampling"
+            raise InvalidInput(f"this needs more memory than the device has; {what}") from error
+        if any(word in words for word in _CONNECTION):
+            raise RoutePackError(f"another rank cannot be reached: {first}") from error
+        raise
+
+
 def _start(options: argparse.Namespace, config: RunConfig) -> int:
+    from routepack_opt.errors import RoutePackError
     from routepack_opt.integrations.torch_moe.launch import LaunchError, launch
 
     command = [sys.executable, "-m", "routepack_opt", "train", "--config", options.config]
@@ -107,9 +136,11 @@ def _start(options: argparse.Namespace, config: RunConfig) -> int:
     try:
         launch(command, config.num_processes, grace_s=_GRACE_S)
     except LaunchError as error:
-        if error.returncode in _REFUSALS:  # the rank's own line has already passed through
-            return error.returncode
-        raise
+        if error.returncode not in _REFUSALS or error.reason is None:
+            raise
+        refusal = RoutePackError(error.reason)
+        refusal.exit_code = error.returncode
+        raise refusal from None
     return 0
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from routepack_opt.errors import FormatError
 from routepack_opt.integrations.torch_moe.grpo.metrics import MetricsWriter, read_metrics
-from routepack_opt.integrations.torch_moe.grpo.summary import free_folder, summarise
+from routepack_opt.integrations.torch_moe.grpo.run_folder import free_folder
+from routepack_opt.integrations.torch_moe.grpo.summary import summarise
 from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
 from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
 

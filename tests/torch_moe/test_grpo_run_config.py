@@ -88,3 +88,13 @@ def test_the_documentation_names_every_key() -> None:
         part = text.split(f"\n### [{name}]\n")[1].split("\n### ")[0].split("\n## ")[0]
         for entry in fields(kind):
             assert f"| `{entry.name}` |" in part, f"{name}.{entry.name}"
+
+
+def test_a_model_without_an_expert_layer_names_the_key() -> None:
+    with pytest.raises(FormatError, match=r"model\.dense_layers: leave no layer with experts"):
+        RunConfig.from_table({"model": {"dense_layers": [0, 1], "dense_size": 8}})
+
+
+def test_a_number_too_large_for_a_float_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"optim\.lr: expected a number of at least 0"):
+        RunConfig.from_table({"optim": {"lr": 10**400}})

@@ -46,12 +46,39 @@ except OSError as error: sys.exit(f"{sys.argv[2]}: cannot be started ({error.str
 
 
 class LaunchError(RoutePackError):
-    """A rank failed, or the job ran out of time; ``rank`` and ``returncode`` (negative: signal) say which and how."""
+    """A rank failed, or the job ran out of time; ``rank`` and ``returncode`` (negative: signal) say which and how.
 
-    def __init__(self, message: str, rank: int | None = None, returncode: int | None = None) -> None:
+    ``reason`` is what the rank left with :func:`leave_reason`, None when it left nothing.
+    """
+
+    def __init__(
+        self, message: str, rank: int | None = None, returncode: int | None = None, reason: str | None = None
+    ) -> None:
         """``message`` is the one line users see."""
         super().__init__(message)
-        self.rank, self.returncode = rank, returncode
+        self.rank, self.returncode, self.reason = rank, returncode, reason
+
+
+def leave_reason(reason: str) -> bool:
+    """Called by a rank that is about to end: the launcher says why, once, and not every rank for itself.
+
+    Returns
+    -------
+    Whether a launcher of this module will read it; else the rank has to speak.
+    """
+    store = os.environ.get(STORE_VARIABLE)
+    try:
+        if store is None or not os.path.isdir(os.path.dirname(store)):
+            return False
+        with open(_reason_file(store, os.environ["RANK"]), "w", encoding="utf-8", errors="replace") as stream:
+            stream.write(reason)
+    except (OSError, KeyError):
+        return False
+    return True
+
+
+def _reason_file(store: str, rank: object) -> str:
+    return f"{store}.reason-{rank}"
 
 
 def launch(
@@ -65,7 +92,8 @@ def launch(
     """Run ``command`` once per rank and return when all ranks ended well.
 
     stdout of rank 0 passes through. Its stderr too; what the others write (both streams) goes to stderr, each line
-    with its rank in front. SIGINT and SIGTERM are forwarded, and raised again here once every rank is gone.
+    with its rank in front. SIGINT and SIGTERM are forwarded, and raised again here once every rank is gone; where the
+    signal is ignored, as in a background job of a plain shell, that is a KeyboardInterrupt.
 
     Parameters
     ----------
@@ -115,6 +143,7 @@ def launch(
         shutil.rmtree(folder, ignore_errors=True)
     if received:
         signal.raise_signal(received[0])
+        raise KeyboardInterrupt  # still here: whoever started this process made it ignore the signal
     if failure is not None:
         raise failure
 
@@ -134,6 +163,7 @@ class _Rank:
 
     def __init__(self, rank: int, command: list[str], env: dict[str, str]) -> None:
         self.rank = rank
+        self.reason_file = _reason_file(env[STORE_VARIABLE], rank)
         self.returncode: int | None = None
         self.last_lines: deque[str] = deque(maxlen=20)
         self.process = subprocess.Popen(
@@ -179,10 +209,18 @@ class _Rank:
         self.process.wait()
         self._reader.join(1.0)
 
-    def describe(self) -> str:
+    def reason(self) -> str | None:
+        """What the rank left with :func:`leave_reason`."""
+        with suppress(OSError), open(self.reason_file, encoding="utf-8") as stream:
+            return stream.read()
+        return None
+
+    def describe(self, reason: str | None) -> str:
         code = self.returncode
         assert code is not None
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        if reason is not None:
+            return f"rank {self.rank} {how} ({reason})"
         self._reader.join(0.5)  # its last words may still be in the pipe
         lines = [line.strip() for line in self.last_lines if line.strip()]
         words = f"last line of its stderr: {lines[-1][:500]}" if lines else "it wrote nothing to stderr"
@@ -206,8 +244,9 @@ def _watch(ranks: list[_Rank], received: list[int], timeout_s: float | None) -> 
             # a killed rank explains why its peers lost their connections, never the other way round
             first = min(failed, key=lambda one: ((one.returncode or 0) > 0, one.rank))
             stopped = "" if len(ranks) == 1 else "; the other ranks were stopped"
-            message = f"{first.describe()}{stopped}; restart with --resume"
-            return LaunchError(message, first.rank, first.returncode)
+            reason = first.reason()
+            message = f"{first.describe(reason)}{stopped}; restart with --resume"
+            return LaunchError(message, first.rank, first.returncode, reason)
         if None not in codes:
             return None
         if deadline is not None and time.monotonic() > deadline:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from routepack_opt.errors import InvalidInput
 from routepack_opt.files import write_json
 from routepack_opt.integrations.torch_moe.exchange import exchange_samples, owners
 from routepack_opt.integrations.torch_moe.grpo.advantages import group_advantages
@@ -23,16 +23,16 @@ from routepack_opt.integrations.torch_moe.grpo.metrics import NAME as METRICS
 from routepack_opt.integrations.torch_moe.grpo.metrics import MetricsWriter, read_metrics
 from routepack_opt.integrations.torch_moe.grpo.placing import Placement, Placer
 from routepack_opt.integrations.torch_moe.grpo.reference import ReferencePolicy
+from routepack_opt.integrations.torch_moe.grpo.run_folder import claimed_folder
 from routepack_opt.integrations.torch_moe.grpo.sampling import Rollout, sample_answers, sampling_uniforms
 from routepack_opt.integrations.torch_moe.grpo.sealing import SealedWindow, seal_window
-from routepack_opt.integrations.torch_moe.grpo.summary import RunSummary, free_folder, numbered_folder, summarise
+from routepack_opt.integrations.torch_moe.grpo.summary import RunSummary, summarise
 from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
-from routepack_opt.integrations.torch_moe.mesh import all_reduce_, broadcast_
+from routepack_opt.integrations.torch_moe.mesh import all_reduce_
 from routepack_opt.integrations.torch_moe.step import StepResult, train_step
 
 if TYPE_CHECKING:
     import threading
-    from pathlib import Path
 
     from routepack_opt.integrations.torch_moe.grpo.run_config import RunConfig
 
@@ -56,10 +56,12 @@ def run_training(
     The summary on rank 0, None elsewhere.
     """
     job = Job.build(config, device)
-    out = _own_folder(job, resume=resume)
-    if str(out) != config.run.out:
-        config = config.override(run__out=str(out))
-        job = replace(job, config=config)
+    with claimed_folder(config.run.out, job.mesh, resume=resume) as out:
+        return _run(replace(job, config=config.override(run__out=str(out))), resume=resume, stop=stop)
+
+
+def _run(job: Job, *, resume: bool, stop: threading.Event | None) -> RunSummary | None:
+    config, out = job.config, Path(job.config.run.out)
     first_step = job.resume() if resume else 0
     if first_step == 0:
         loss = job.warm_start()
@@ -71,6 +73,8 @@ def run_training(
         write_json(out / "config.json", config.to_table(), indent=2)
     trainer = Trainer(job)
     interrupted = False
+    if first_step >= config.run.steps:
+        logger.info("%s: %d steps are done already, run.steps is %d", out, first_step, config.run.steps)
     for step in range(first_step, config.run.steps):
         values = trainer.step(step)
         if writer is not None:
@@ -79,7 +83,7 @@ def run_training(
         interrupted = step + 1 < config.run.steps and trainer.agree_to_stop(stop)
         if interrupted:
             break
-    if config.run.timeline_steps:
+    if config.run.timeline_steps and trainer.steps_done:  # else the trace that is there stays
         trainer.timeline.write(out / "timeline.json", job.mesh)
     if writer is None:
         return None
@@ -87,28 +91,6 @@ def run_training(
     summary = replace(summarise(read_metrics(out / METRICS), str(out)), interrupted=interrupted)
     write_json(out / "summary.json", summary.to_json(), indent=2)
     return summary
-
-
-def _own_folder(job: Job, *, resume: bool) -> Path:
-    """The run's folder, made by rank 0, the same on every rank; another run's is left alone."""
-    choice = torch.zeros(1, dtype=torch.int64, device=job.mesh.device)
-    problem: InvalidInput | None = None
-    if job.mesh.rank == 0:
-        number = 1 if resume else free_folder(job.config.run.out)
-        out = numbered_folder(job.config.run.out, number)
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-            choice[0] = number
-        except OSError as error:
-            problem = InvalidInput(f"{out}: cannot be written ({error.strerror or error})")
-        if number > 1:
-            logger.info("%s holds a run already; this one goes to %s", job.config.run.out, out)
-    broadcast_(choice, 0, job.mesh.dp_group)
-    if problem is not None:
-        raise problem
-    if choice.item() == 0:
-        raise InvalidInput(f"{job.config.run.out}: rank 0 cannot write there")
-    return numbered_folder(job.config.run.out, int(choice.item()))
 
 
 class Trainer:

@@ -224,6 +224,8 @@ class RunConfig:
             refuse("plan.token_cap", f"{plan.token_cap} is below the longest sample, {longest} tokens")
         if not self.run.out:
             refuse("run.out", "is empty; expected a folder")
+        if not model.hf and set(range(model.num_layers)) <= set(model.dense_layers):
+            refuse("model.dense_layers", "leave no layer with experts")
         if not model.hf:
             try:
                 self.model_sizes()
@@ -300,7 +302,7 @@ def _number(where: str, hint: Any, rule: Any, value: Any) -> Any:
     low, high = rule["low"], rule["high"]
     whole = hint is int
     right = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    if not right or not math.isfinite(value) or value > high or (value <= 0 if low is None else value < low):
+    if not right or not -math.inf < value < math.inf or value > high or (value <= 0 if low is None else value < low):
         kind = "a whole number" if whole else "a number"
         wanted = f"{kind} above 0" if low is None else f"{kind} of at least {low}"
         top = "" if high == _HIGH else f" and at most {high}"

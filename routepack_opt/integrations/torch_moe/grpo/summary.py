@@ -1,13 +1,11 @@
-"""A run in a few numbers, and the folder it gets."""
+"""A run in a few numbers."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.integrations.torch_moe.grpo.metrics import NAME
 
 _ENDS = 10  # steps at each end of a run that the summary averages
 
@@ -79,16 +77,3 @@ def summarise(lines: list[dict[str, Any]], out: str) -> RunSummary:
         seconds=total("seconds"),
         out=out,
     )
-
-
-def free_folder(out: str) -> int:
-    """The least n such that no run is in ``out`` (n = 1) or ``out``-n."""
-    number = 1
-    while (numbered_folder(out, number) / NAME).exists():
-        number += 1
-    return number
-
-
-def numbered_folder(out: str, number: int) -> Path:
-    """``out`` for 1, ``out``-2 for 2 and so on."""
-    return Path(out) if number == 1 else Path(f"{out}-{number}")
