@@ -28,7 +28,7 @@ bounds the best assignment under the policy's own layout: what better mapping al
 
 examples:
   routepack residency bound --package paper --model deepseek-v2-lite --phase decode
-  routepack residency bound --model dbrx --phase prefill --windows 16 --policies static,look-ahead --json
+  routepack residency bound --model dbrx --phase prefill --bounds 16 --policies static,look-ahead --json
 
 docs/residency-bounds.md describes the bounds."""
 
@@ -40,50 +40,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--package", default="paper", metavar="P", help="preset or TOML file (default: paper)")
     parser.add_argument("--model", required=True, metavar="M", help="one of the models residency knows, see docs")
     parser.add_argument("--phase", required=True, choices=("prefill", "decode"), help="shape of the windows")
-    parser.add_argument("--windows", type=positive, default=8, metavar="N", help="windows with a bound (default: 8)")
-    parser.add_argument(
-        "--length", type=positive, default=288, metavar="W", help="windows of the workload; the first tenth is the"
-        " profile (default: 288)",
-    )  # fmt: skip
+    parser.add_argument("--windows", type=positive, default=256, metavar="N", help="measured windows (default: 256)")
+    parser.add_argument("--bounds", type=positive, default=8, metavar="N", help="windows with a bound (default: 8)")
     parser.add_argument("--policies", metavar="A,B", help="or 'none' (default: single copy, fixed replicas and ours)")
     parser.add_argument("--assignment", action="store_true", help="also bound the best assignment under each layout")
     parser.add_argument("--layers", type=positive, metavar="L", help="MoE layers (default: as many as fit)")
     copies = number(1.0, 1e6, "a number >= 1")
-    parser.add_argument("--copies", type=copies, metavar="X", help="replica budget in copies (default: the package's)")
+    parser.add_argument("--budget-copies", type=copies, metavar="X", help="replica budget (default: the package's)")
+    parser.add_argument("--data", metavar="FOLDER", help="recorded traces (default: ROUTEPACK_DATA, ../shared/data)")
     parser.add_argument("--seed", type=integer(0), default=0, metavar="S", help="of the workload (default: 0)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Build, bound, run, print."""
     from routepack_opt.models.residency_gaps import bound_report
+    from routepack_opt.residency.comparison_case import Case, workload_of
     from routepack_opt.residency.policy_registry import REGISTRY, find_policies
     from routepack_opt.residency.scene import build_scene
-    from routepack_opt.residency.windows import synthetic_workload
 
     if options.policies is None:
         names = [entry.name for entry in REGISTRY.values() if entry.group in ("static", "fixed", "ours")]
     else:
         names = [] if options.policies == "none" else [name for name in options.policies.split(",") if name]
     entries = find_policies(names)
-    scene = build_scene(options.package, options.model, num_layers=options.layers, budget_copies=options.copies)
-    workload = synthetic_workload(
-        options.model, options.phase, scene.num_chiplets, num_layers=scene.num_layers, num_experts=scene.num_experts,
-        top_k=scene.top_k, num_windows=options.length, seed=options.seed,
-    )  # fmt: skip
+    scene = build_scene(options.package, options.model, num_layers=options.layers, budget_copies=options.budget_copies)
+    total = -(-options.windows * 10 // 9)  # the first tenth is the profile, as in compare
+    workload = workload_of(Case(options.model, options.phase, options.seed), scene, total, options.data)
+    first = len(workload) - options.windows
     quiet = options.quiet or options.json
     report = bound_report(
-        scene, workload, entries, num_windows=options.windows, with_assignment=options.assignment,
+        scene, workload, entries, num_windows=options.bounds, first_window=first, with_assignment=options.assignment,
         progress=None if quiet else lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     if options.json:
-        print_json(_document(options, scene, workload, report))
+        print_json(_document(options, scene, workload, report, first))
         return 0
-    print(f"{scene.scope}\n{workload.name}, {workload.phase}, {workload.num_windows} windows: {workload.note}\n")
-    print(_text(report))
+    print(f"{scene.scope}\n{workload.name}, {workload.phase}, {options.windows} windows: {workload.note}\n")
+    print(_text(report, first))
     return 0
 
 
-def _document(options: argparse.Namespace, scene: Scene, workload: Workload, report: BoundReport) -> dict[str, Any]:
+def _document(
+    options: argparse.Namespace, scene: Scene, workload: Workload, report: BoundReport, first: int
+) -> dict[str, Any]:
     policies = []
     for gap in report.policies:
         entry = {
@@ -104,17 +103,17 @@ def _document(options: argparse.Namespace, scene: Scene, workload: Workload, rep
         "workload": workload.note,
         "synthetic": workload.synthetic,
         "seed": options.seed,
-        "length": workload.num_windows,
-        "windows": report.windows.tolist(),
+        "measured_windows": options.windows,
+        "windows": (report.windows - first).tolist(),
         "bound_s": report.bound_s.tolist(),
         "policies": policies,
     }
 
 
-def _text(report: BoundReport) -> str:
+def _text(report: BoundReport, first: int) -> str:
     rows = [["window", "bound ms", *(gap.policy for gap in report.policies)]]
     for k, (window, bound) in enumerate(zip(report.windows.tolist(), report.bound_s.tolist(), strict=True)):
-        rows.append([str(window), f"{bound * 1e3:.3f}", *(f"{gap.gaps[k]:+.1%}" for gap in report.policies)])
+        rows.append([str(window - first), f"{bound * 1e3:.3f}", *(f"{gap.gaps[k]:+.1%}" for gap in report.policies)])
     mean = float(report.bound_s.mean()) * 1e3
     rows.append(["mean", f"{mean:.3f}", *(f"{gap.gap:+.1%}" for gap in report.policies)])
     text = table(rows)

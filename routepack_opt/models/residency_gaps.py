@@ -88,9 +88,8 @@ class RecordedPolicy:
 
 
 def spaced_windows(first: int, last: int, count: int) -> NDArray[np.int64]:
-    """At most ``count`` window numbers of [first, last), evenly spaced, the last one included."""
-    count = min(count, last - first)
-    return last - 1 - np.arange(count, dtype=np.int64)[::-1] * (last - first) // count
+    """At most ``count`` window numbers of [first, last), evenly spaced from the first to the last."""
+    return np.unique(np.linspace(first, last - 1, min(count, last - first)).astype(np.int64))
 
 
 def bound_report(
@@ -99,6 +98,7 @@ def bound_report(
     entries: Sequence[Entry],
     *,
     num_windows: int = 8,
+    first_window: int | None = None,
     with_assignment: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> BoundReport:
@@ -113,6 +113,8 @@ def bound_report(
         layout.
     num_windows
         Windows with a bound, evenly spaced.
+    first_window
+        The first measured window; default: the first after the profile.
     with_assignment
         Also bound the best assignment under each policy's own layouts.
     progress
@@ -121,7 +123,7 @@ def bound_report(
     from routepack_opt.residency.run_windows import run_policy, start_of
 
     tell = progress or (lambda _: None)
-    first = workload.profile_windows
+    first = workload.profile_windows if first_window is None else first_window
     windows = spaced_windows(first, len(workload), num_windows)
     tell(f"bounds of {len(windows)} windows")
     bound_s = np.array([layout_bound(scene, workload[int(w)]).bound_s for w in windows])
@@ -130,7 +132,7 @@ def bound_report(
     for entry in entries:
         tell(f"policy {entry.name}")
         policy = RecordedPolicy(entry.make(workload), first, windows.tolist() if with_assignment else [])
-        run = run_policy(scene, workload, policy, start=start)
+        run = run_policy(scene, workload, policy, start=start, first_window=first)
         routed = run.routed_s[windows - first]
         under = None
         if with_assignment:

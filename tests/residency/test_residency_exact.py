@@ -216,7 +216,7 @@ def test_report_of_policies_is_never_below_the_bounds() -> None:
         "mixtral-8x7b", "decode", scene.num_chiplets, num_layers=2, num_experts=8, top_k=2, num_windows=20, seed=1
     )
     report = bound_report(scene, workload, find_policies(["static", "look-ahead"]), num_windows=3, with_assignment=True)
-    assert report.windows.tolist() == [7, 13, 19]
+    assert report.windows.tolist() == [2, 10, 19]
     for gap in report.policies:
         assert (gap.gaps >= 0).all() and gap.gap <= gap.gaps.max() + 1e-12
         assert gap.assignment_s is not None and (gap.assignment_s <= gap.routed_s).all()
@@ -226,10 +226,10 @@ def test_report_of_policies_is_never_below_the_bounds() -> None:
 def test_command_prints_bounds_and_distances(capsys: pytest.CaptureFixture[str]) -> None:
     from routepack_opt.cli import main
 
-    arguments = ["residency", "bound", "--model", "dbrx", "--phase", "decode", "--length", "12", "--windows", "2"]
+    arguments = ["residency", "bound", "--model", "dbrx", "--phase", "decode", "--windows", "10", "--bounds", "2"]
     assert main([*arguments, "--policies", "static", "--layers", "1", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["windows"] == [6, 11] and document["synthetic"]
+    assert document["windows"] == [0, 9] and document["synthetic"]
     (policy,) = document["policies"]
     assert all(t >= b > 0 for t, b in zip(policy["routed_s"], document["bound_s"], strict=True))
     assert main([*arguments, "--policies", "static", "--layers", "1", "--assignment", "-q"]) == 0
