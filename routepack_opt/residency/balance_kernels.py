@@ -5,6 +5,8 @@ Shapes as in ``stage_kernels``: E experts, C chiplets, R slots, G regions.
 
 from __future__ import annotations
 
+import numpy as np
+
 from routepack_opt.residency.stage_kernels import kernel
 
 
@@ -19,10 +21,10 @@ def power8(x):  # type: ignore[no-untyped-def]
 
 @kernel
 def growth8(before, after, sharp):  # type: ignore[no-untyped-def]
-    """Growth of a load's eighth power, or sixteenth when ``sharp``."""
+    """Growth of a load's eighth power, or 64th when ``sharp``."""
     low, high = power8(before), power8(after)
     if sharp:
-        return high * high - low * low
+        return power8(high) - power8(low)
     return high - low
 
 
@@ -47,7 +49,7 @@ def split_expert(tables, layer, demand, tiers, chiplets, weights, scale, sharp, 
 
     Every non-empty set of replicas is tried: each streams once, and the groups, in source order, go to the replica of
     the set whose chiplet is then done first (travel included). Sets are compared by the growth of
-    sum (chiplet * scale) ** 8 + sum (region * scale) ** 8 (16 when ``sharp``), so the layer's maximum counts and ties
+    sum (chiplet * scale) ** 8 + sum (region * scale) ** 8 (64 when ``sharp``), so the layer's maximum counts and ties
     still matter. The loads chip_s [C] and region_s [G] of all other experts are not changed. weights [3] of chiplets,
     regions and travel. trial_s [C] and trial [C] are scratch. Returns the growth.
     """
@@ -102,11 +104,12 @@ def split_expert(tables, layer, demand, tiers, chiplets, weights, scale, sharp, 
 
 
 @kernel
-def balance_layer(  # type: ignore[no-untyped-def]
-    tables, layer, demand, order, tiers, chiplets, weights, sweeps, chip_s, region_s, trial_s, trial, out
+def balance_from(  # type: ignore[no-untyped-def]
+    tables, layer, demand, order, tiers, chiplets, weights, sweeps, primaries, chip_s, region_s, trial_s, trial, out
 ):  # fmt: skip
-    """Serve all experts of one layer: single replicas first, the others in ``order``, then ``sweeps`` times again.
+    """Serve all experts of one layer from one start, then let experts with several replicas choose again in ``order``.
 
+    The start is their primaries, or (``primaries`` False) nothing: then they come after the experts with one replica.
     Leaves the service seconds in chip_s and region_s; returns the scale of loads (1 / s), 0 without tokens.
     """
     chip_s[:] = 0.0
@@ -120,7 +123,7 @@ def balance_layer(  # type: ignore[no-untyped-def]
             out[e, c] = 0 if demand[e, c] > 0 else -1
             asked += demand[e, c]
         total_s += asked * tables.expert_ops
-        if tiers.shape[1] == 1 or tiers[e, 1] < 0:
+        if primaries or tiers.shape[1] == 1 or tiers[e, 1] < 0:
             serve_expert(tables, layer, 1.0, demand[e], tiers[e], chiplets[e], out[e], chip_s, region_s)
     for d in range(len(tables.chiplet_ops)):
         ops += tables.chiplet_ops[d]
@@ -137,7 +140,7 @@ def balance_layer(  # type: ignore[no-untyped-def]
             e = order[i]
             if tiers.shape[1] == 1 or tiers[e, 1] < 0:
                 continue
-            if sweep > 0:
+            if primaries or sweep > 0:
                 serve_expert(tables, layer, -1.0, demand[e], tiers[e], chiplets[e], out[e], chip_s, region_s)
             split_expert(
                 tables, layer, demand[e], tiers[e], chiplets[e], weights, scale, sweep > 0, chip_s, region_s, trial_s,
@@ -145,6 +148,41 @@ def balance_layer(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             serve_expert(tables, layer, 1.0, demand[e], tiers[e], chiplets[e], out[e], chip_s, region_s)
     return scale
+
+
+@kernel
+def peak_of(weights, chip_s, region_s):  # type: ignore[no-untyped-def]
+    """Service seconds of the busiest chiplet or region, signals with weight 0 left out."""
+    peak = 0.0
+    for d in range(len(chip_s)):
+        peak = max(peak, weights[0] * chip_s[d])
+    for g in range(len(region_s)):
+        peak = max(peak, weights[1] * region_s[g])
+    return peak
+
+
+@kernel
+def balance_layer(  # type: ignore[no-untyped-def]
+    tables, layer, demand, order, tiers, chiplets, weights, sweeps, chip_s, region_s, trial_s, trial, out
+):  # fmt: skip
+    """Serve all experts of one layer: :func:`balance_from` both starts, the lower peak stays.
+
+    Leaves the service seconds in chip_s and region_s; returns the scale of loads (1 / s), 0 without tokens.
+    """
+    other = np.empty(out.shape, dtype=np.int8)
+    scale = balance_from(
+        tables, layer, demand, order, tiers, chiplets, weights, sweeps, True, chip_s, region_s, trial_s, trial, other
+    )
+    kept_chip_s, kept_region_s = chip_s.copy(), region_s.copy()
+    other_scale = balance_from(
+        tables, layer, demand, order, tiers, chiplets, weights, sweeps, False, chip_s, region_s, trial_s, trial, out
+    )
+    if peak_of(weights, kept_chip_s, kept_region_s) < peak_of(weights, chip_s, region_s):
+        chip_s[:] = kept_chip_s
+        region_s[:] = kept_region_s
+        out[:] = other
+        return scale
+    return other_scale
 
 
 @kernel

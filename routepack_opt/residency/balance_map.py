@@ -27,9 +27,10 @@ def balance_map(
 ) -> NDArray[np.int8]:
     """Slot that serves each group, int8 [L, E, C], -1 where there are no tokens.
 
-    The counts of a layer are known after its gate. Experts with one replica are counted first; the others, busiest
-    first, choose the set of replicas that raises the layer's peak service time least, arithmetic and streaming alike;
-    then each chooses again, ``sweeps`` times, now that the rest is known.
+    The counts of a layer are known after its gate. Experts with several replicas choose, busiest first, the set of
+    replicas that raises the layer's peak service time least, arithmetic and streaming alike; then each chooses again,
+    ``sweeps`` times, now that the rest is known. That is done from two starts - only the experts with one replica
+    served, and every expert served by its primary - and the lower peak is kept: never worse than primaries alone.
 
     Parameters
     ----------
