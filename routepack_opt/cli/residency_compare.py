@@ -113,11 +113,11 @@ def _list(options: argparse.Namespace) -> int:
 def _comparison(options: argparse.Namespace) -> Comparison:
     from routepack_opt.residency.comparison import Comparison
     from routepack_opt.residency.moe_models import PAPER_MODELS
-    from routepack_opt.residency.policy_registry import DEFAULT_POLICIES, REGISTRY
+    from routepack_opt.residency.policy_registry import REGISTRY, default_policies
 
     policies: tuple[str, ...] = tuple(options.policies)
     if policies == ("default",):
-        policies = tuple(name for name in DEFAULT_POLICIES if REGISTRY[name].missing() is None)
+        policies = default_policies()
     elif policies == ("all",):
         policies = tuple(name for name, entry in REGISTRY.items() if entry.missing() is None)
     return Comparison(

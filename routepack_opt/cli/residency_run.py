@@ -146,11 +146,11 @@ def _names(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _simulate(options: argparse.Namespace, trace: RouteTrace | None) -> list[dict[str, Any]]:
-    from routepack_opt.residency.policy_registry import DEFAULT_POLICIES, OURS, REGISTRY
+    from routepack_opt.residency.policy_registry import OURS, default_policies
 
     chosen: tuple[str, ...] = (OURS if options.policy == "ours" else options.policy,)
     if options.policy == "all":
-        chosen = tuple(name for name in DEFAULT_POLICIES if REGISTRY[name].missing() is None)
+        chosen = default_policies()
     return [residency_package.simulate(options, trace, name) for name in chosen]
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from routepack_opt.residency import comparison_summary as summary
+from routepack_opt.residency.paper_figures import order_sentence
 from routepack_opt.residency.policy_registry import OURS, REGISTRY, STATIC
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def findings(comparison: Comparison, records: Sequence[Record], shown: Sequence[
         if found is not None:
             lines.append(f"{phase}: with {OURS}, {found.sentence}.")
         lines += _worse_than_static(runs, phase)
+    order = order_sentence(records)
+    lines += [] if order is None else [order]
     counted = [figure for figure in shown if figure.ours is not None]
     agree = sum(figure.agrees for figure in counted)
     lines.append(f"{agree} of the paper's {len(counted)} figures that were run agree within five points or 0.05.")

@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from routepack_opt.residency.comparison_case import Case, Record, bound_key, run
 from routepack_opt.residency.comparison_sweeps import Table, tables_of
 from routepack_opt.residency.moe_models import PAPER_MODELS, moe_model
 from routepack_opt.residency.package import Package
-from routepack_opt.residency.policy_registry import DEFAULT_POLICIES, find_policies
+from routepack_opt.residency.policy_registry import default_policies, find_policies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ class Comparison:
     package: str = "paper"
     models: tuple[str, ...] = PAPER_MODELS
     phases: tuple[str, ...] = PHASES
-    policies: tuple[str, ...] = DEFAULT_POLICIES
+    policies: tuple[str, ...] = field(default_factory=default_policies)
     windows: int = NUM_WINDOWS
     seeds: int = 1
     levels: tuple[Level, ...] = ("stage", "event")

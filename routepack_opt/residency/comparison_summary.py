@@ -178,27 +178,38 @@ class Binding:
     Parameters
     ----------
     share
-        Of the routed time by stage; of memory and compute only the longer one of each layer.
-    memory_bound
-        Share of (layer, window) pairs whose memory stage is the longer one.
-    busiest
-        Name of the busiest kind of resource, and its utilisation.
+        Mean share of the routed time by stage; of memory and compute only the longer one of each layer.
+    streaming, arithmetic
+        Models whose memory stage is the longer one in most layers and windows, and the others.
+    busiest_region, busiest_chiplet
+        Mean utilisation of the busiest region in the former, of the busiest chiplet in the latter.
     """
 
     share: dict[str, float]
-    memory_bound: float
-    busiest: tuple[str, float]
+    streaming: list[str]
+    arithmetic: list[str]
+    busiest_region: float
+    busiest_chiplet: float
 
     @property
     def sentence(self) -> str:
-        """Such as "memory binds 100% of layers, 99% of the time; dram banks are 98% busy"."""
-        stage = "memory" if self.memory_bound >= 0.5 else "compute"
-        layers = self.memory_bound if stage == "memory" else 1.0 - self.memory_bound
-        resource, use = self.busiest
-        return (
-            f"{stage} is the longer stage of {layers:.0%} of its layers and takes {self.share[stage]:.0%} of its time, "
-            f"{resource} being {use:.0%} busy"
-        )
+        """Such as "streaming weights binds 5 workloads (busiest region 97% busy), arithmetic 3 (...)"."""
+        parts = []
+        if self.streaming:
+            parts.append(
+                f"streaming weights binds {_listed(self.streaming)} (busiest region {self.busiest_region:.0%} busy)"
+            )
+        if self.arithmetic:
+            parts.append(
+                f"arithmetic binds {_listed(self.arithmetic)} (busiest chiplet {self.busiest_chiplet:.0%} busy)"
+            )
+        share = self.share["dispatch"] + self.share["gather"]
+        return ", ".join(parts) + f"; token traffic takes {share:.1%} of the time"
+
+
+def _listed(models: list[str]) -> str:
+    different = list(dict.fromkeys(models))
+    return ", ".join(different) if len(different) <= 3 else f"{len(different)} models"
 
 
 def binding(runs: Iterable[Record], policy: str) -> Binding | None:
@@ -207,21 +218,22 @@ def binding(runs: Iterable[Record], policy: str) -> Binding | None:
     if not own:
         return None
     share = dict.fromkeys(STAGE_NAMES, 0.0)
-    use: dict[str, list[float]] = {}
+    streaming: list[Record] = []
+    arithmetic: list[Record] = []
     for r in own:
         stages = dict(zip(STAGE_NAMES, r["stages"], strict=True))
         stages["memory"], stages["compute"] = r["binding_s"]  # layer by layer only the longer of the two counts
         total = sum(stages.values())
         for name, seconds in stages.items():
             share[name] += seconds / max(total, 1e-30) / len(own)
-        busy = {"the busiest chiplet": max(r["chiplet_use"]), "the busiest link": max(r["link_use"], default=0.0)}
-        for tier, used in zip(r["region_tier"], r["region_use"], strict=True):
-            name = f"the busiest {r['tiers'][tier]} region"
-            busy[name] = max(busy.get(name, 0.0), used)
-        for name, value in busy.items():
-            use.setdefault(name, []).append(value)
-    busiest = max(((name, mean(found)) for name, found in use.items()), key=lambda pair: pair[1])
-    return Binding(share, mean(r["memory_bound"] for r in own), busiest)
+        (streaming if r["memory_bound"] >= 0.5 else arithmetic).append(r)
+    return Binding(
+        share,
+        [r["model"] for r in streaming],
+        [r["model"] for r in arithmetic],
+        mean(max(r["region_use"]) for r in streaming),
+        mean(max(r["chiplet_use"]) for r in arithmetic),
+    )
 
 
 def sweep(runs: Sequence[Record], policy: str, field: str, base: Values) -> dict[float, float | None]:

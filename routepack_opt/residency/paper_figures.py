@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from routepack_opt.residency import comparison_summary as summary
 from routepack_opt.residency.comparison_sweeps import ABLATION, BUDGET, MAIN, TIER
-from routepack_opt.residency.policy_registry import NO_MAP, OURS, SIGNALS
+from routepack_opt.residency.policy_registry import NO_MAP, OURS, PEERS, SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +97,7 @@ def _latency_sentence(
     if ours is None:
         return "not run"
     if abs(ours - paper) <= _CLOSE:
-        return "agrees within five points"
+        return "agrees within five points or 0.05"
     most = summary.most_possible(records, runs, base)
     parts = []
     if most is not None:
@@ -113,6 +113,21 @@ def _latency_sentence(
     return _side(ours, paper) + "; ".join(parts)
 
 
+def order_sentence(records: Sequence[Record]) -> str | None:
+    """Order of the other systems, fastest first: the paper's two, and ours."""
+    runs = summary.select(records)
+    base = summary.values(runs, "hydra")
+    over = {name: summary.geometric(summary.values(runs, name), base) for name in PEERS}
+    found = {name: ratio for name, ratio in over.items() if ratio is not None}
+    if len(found) < len(PEERS):
+        return None
+    text = " < ".join(f"{name} ({ratio:.3f})" for name, ratio in sorted(found.items(), key=lambda pair: pair[1]))
+    return (
+        "Order by latency: the paper's headline has moentwine < hydra < pimoe, its copy-budget figure pimoe < "
+        f"moentwine < hydra at the same budget; here, over hydra: {text}."
+    )
+
+
 def _side(ours: float, paper: float) -> str:
     return f"{'less' if ours < paper else 'more'} than the paper: "
 
@@ -121,7 +136,7 @@ def _plain(paper: float, ours: float | None, reason: str) -> str:
     if ours is None:
         return "not run"
     if abs(ours - paper) <= _CLOSE:
-        return "agrees within five points" if paper < 1 else "agrees within 0.05"
+        return "agrees within five points or 0.05"
     return _side(ours, paper) + reason
 
 
