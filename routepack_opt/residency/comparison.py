@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -217,10 +218,18 @@ _stop: Event | None = None
 
 
 def _set_up(stop: Event) -> None:
-    """In a worker: Ctrl-C is the parent's to handle; the worker ends after its current run."""
+    """In a worker: Ctrl-C is the parent's to handle; it ends after its current run, or with its parent."""
     global _stop
     _stop = stop
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _run(comparison: Comparison, case: Case, known: frozenset[str], journal: str | None) -> list[Record]:
