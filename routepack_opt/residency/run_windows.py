@@ -220,3 +220,19 @@ def _add_row(rows: _Rows, result: WindowResult, token_reads: NDArray[np.int64]) 
         pressures=(pressures.load, pressures.link, pressures.bank, pressures.migration),
         tier_use=pressures.tier,
     )
+
+
+def warmup() -> None:
+    """Compile (or load from the cache) all kernels of simulator, maps, running means and look-ahead."""
+    from routepack_opt.residency import simulate_window
+    from routepack_opt.residency.package import Package
+    from routepack_opt.residency.policies.look_ahead import LookAhead
+    from routepack_opt.residency.scene import scene_of
+
+    simulate_window.warmup()
+    scene = scene_of(Package.load("paper"), num_layers=1, num_experts=3, top_k=1, expert_bytes=1024.0)
+    profile = np.ones((1, 3, scene.num_chiplets))
+    demand = np.ones(profile.shape, dtype=np.int32)
+    demand[0, 0] = 90
+    start = popularity_layout(scene, profile), profile
+    run_policy(scene, [demand] * 6, LookAhead(max_edits=2, rest=0), start=start, first_window=0)

@@ -15,7 +15,7 @@ from routepack_opt.residency.hotness import Hotness
 from routepack_opt.residency.package import Package
 from routepack_opt.residency.policies.fixed_replicas import FixedReplicas
 from routepack_opt.residency.policies.static import Static
-from routepack_opt.residency.run_windows import run_policy, start_of, tokens_by_tier
+from routepack_opt.residency.run_windows import run_policy, start_of, tokens_by_tier, warmup
 from routepack_opt.residency.scene import Scene, scene_of
 from routepack_opt.residency.windows import synthetic_workload
 
@@ -130,3 +130,7 @@ def test_source_entropy() -> None:
     demand = np.array([[[5, 5, 5, 5], [7, 0, 0, 0], [0, 0, 0, 0]]], dtype=np.int32)
     hotness.update(demand, 0)
     assert np.allclose(hotness.entropy(0), [1.0, 0.0, 0.0])
+
+
+def test_warmup() -> None:
+    warmup()
