@@ -13,6 +13,7 @@ SUB_COMMANDS = {
     "run": "replay a routing trace through a cache: hits and streamed bytes of a policy",
     "compare": "policies on the same windows, next to the figures of the HCRMap paper",
     "bound": "how far policies are from the best layout and assignment of a window",
+    "train": "the network of the dqn policy",
 }
 
 DESCRIPTION = """\

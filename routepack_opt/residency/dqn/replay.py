@@ -1,0 +1,88 @@
+"""Replay memory: transitions of the last steps, drawn evenly with a generator of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from routepack_opt.residency.dqn.candidates import Candidates
+
+
+@dataclass
+class Transition:
+    """One window: its candidates, the row chosen, the reward; ``after`` is None at the end of an episode."""
+
+    before: Candidates
+    row: int
+    reward: float
+    after: Candidates | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Transitions padded to the most candidates among them.
+
+    Parameters
+    ----------
+    features, next_features
+        float32 [B, K, F].
+    legal, next_legal
+        [B, K].
+    rows, rewards, ended
+        int64, float32 and bool [B].
+    """
+
+    features: NDArray[np.float32]
+    legal: NDArray[np.bool_]
+    rows: NDArray[np.int64]
+    rewards: NDArray[np.float32]
+    next_features: NDArray[np.float32]
+    next_legal: NDArray[np.bool_]
+    ended: NDArray[np.bool_]
+
+
+class ReplayMemory:
+    """The last ``capacity`` transitions; older ones are overwritten."""
+
+    def __init__(self, capacity: int) -> None:
+        """``capacity`` at least 1."""
+        self.capacity = capacity
+        self._rows: list[Transition] = []
+        self._next = 0
+
+    def __len__(self) -> int:
+        """Transitions held."""
+        return len(self._rows)
+
+    def add(self, transition: Transition) -> None:
+        """Take one in."""
+        if len(self._rows) < self.capacity:
+            self._rows.append(transition)
+        else:
+            self._rows[self._next] = transition
+        self._next = (self._next + 1) % self.capacity
+
+    def draw(self, count: int, rng: np.random.Generator) -> Batch:
+        """``count`` transitions, with replacement."""
+        drawn = [self._rows[i] for i in rng.integers(len(self._rows), size=count)]
+        features, legal = _padded([t.before for t in drawn])
+        next_features, next_legal = _padded([t.after if t.after is not None else t.before for t in drawn])
+        return Batch(
+            features, legal, np.array([t.row for t in drawn]), np.array([t.reward for t in drawn], dtype=np.float32),
+            next_features, next_legal, np.array([t.after is None for t in drawn]),
+        )  # fmt: skip
+
+
+def _padded(sets: list[Candidates]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    most = max(len(one) for one in sets)
+    features = np.zeros((len(sets), most, sets[0].features.shape[1]), dtype=np.float32)
+    legal = np.zeros((len(sets), most), dtype=np.bool_)
+    for i, one in enumerate(sets):
+        features[i, : len(one)] = one.features
+        legal[i, : len(one)] = one.legal
+    return features, legal
