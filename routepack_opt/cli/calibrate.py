@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from routepack_opt.cli.arguments import integer
@@ -57,6 +58,9 @@ def run(options: argparse.Namespace) -> int:
     for path in (options.output, options.step_time):
         if path is not None:
             check_output(path, *options.files)
+    outputs = [os.path.abspath(path) for path in (options.output, options.step_time) if path is not None]
+    if len(set(outputs)) < len(outputs):
+        raise InvalidInput(f"{options.output}: named by -o and --step-time; expected two files")
     model = None if options.model is None else model_shape(options.model)
     fits = calibrate([read_timings(path, model, options.top_k) for path in options.files])
     token_cap = options.token_cap or fits.token_cap

@@ -84,6 +84,7 @@ def run(options: argparse.Namespace) -> int:
     plan, window = Plan.load(options.plan), Window.load(options.window)
     layout = plan_layout(plan, window, "full" if options.baseline else "plan", options.plan)
     shape, notes = resolve_shape(options, window)
+    notes += shape.layer_notes(window.num_layers)
     measured = _step_model(options, shape, notes)
     cluster = _on_nodes(options, cluster, plan.topology)
     assumptions = Assumptions(

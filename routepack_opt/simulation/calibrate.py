@@ -139,6 +139,8 @@ def calibrate(measurements: Sequence[Measurements]) -> Calibration:
         if len(rows):
             attention[name] = fit_terms(rows[:, :2], rows[:, 2], ("token", "square"), f"attention block {name!r}")
             layers[name] = counts.pop()
+    if fit is None and not attention:
+        raise InvalidInput(f"{first.source}: holds no measurement")
     caps = {m.token_cap for m in measurements if m.token_cap is not None}
     notes = [note for m in measurements for note in m.notes]
     if fit is not None and "active" in fit.dropped:

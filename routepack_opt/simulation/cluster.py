@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,9 @@ def load_cluster(name: str) -> Cluster:
     except ImportError:
         raise MissingDependency("sheets need pyyaml; install it with: pip install routepack-opt[simulate]") from None
     path = find_sheet(name)
+    text = read_text(path)
     try:
-        value = yaml.safe_load(read_text(path))
+        value = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise FormatError(f"{path}: not valid YAML ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(value, dict):
@@ -103,6 +105,9 @@ def load_cluster(name: str) -> Cluster:
             raise FormatError(f"{path}: field {part!r}: expected an object")
     assert isinstance(gpu, dict) and isinstance(node, dict)
     factor = _field(path, "gpu", gpu, "mem_bw_empirical_scaling_factor", 1.0)
+    latency = node.get("p2p_latency")
+    none = latency is None or (latency == 0 and not isinstance(latency, bool))
+    latency_s = 0.0 if none else _field(path, "node", node, "p2p_latency")
     gpus = node.get("num_gpus_per_node")
     if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
         raise FormatError(f"{path}: field 'node.num_gpus_per_node': {gpus!r} is not an integer >= 1")
@@ -112,7 +117,7 @@ def load_cluster(name: str) -> Cluster:
         _field(path, "gpu", gpu, "mem_bw") * factor,
         _field(path, "node", node, "intra_node_bw"),
         _field(path, "node", node, "inter_node_bw"),
-        0.0 if node.get("p2p_latency") in (0, None) else _field(path, "node", node, "p2p_latency"),
+        latency_s,
         gpus,
     )
 
@@ -124,6 +129,6 @@ def _field(path: Path, part: str, fields: dict[str, Any], name: str, default: fl
 
 def _rate(where: str, name: str, value: Any) -> float:
     ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not ok or not 0 < float(value) < math.inf:
+    if not ok or not 0 < value <= sys.float_info.max:
         raise FormatError(f"{where}: field {name!r}: {value!r} is not a finite number > 0")
     return float(value)

@@ -77,6 +77,15 @@ class KernelShape:
         """Layers of each block for a window that lists ``num_moe_layers``: in proportion where the model has others."""
         return tuple(block.num_layers * num_moe_layers / self.num_moe_layers for block in self.blocks)
 
+    def layer_notes(self, num_moe_layers: int) -> list[str]:
+        """What to say of a window that lists other MoE layers than the model has; nothing where they agree."""
+        if self.num_moe_layers == num_moe_layers:
+            return []
+        return [
+            f"{self.name} has {self.num_moe_layers} MoE layers, the window {num_moe_layers}:"
+            " layers beside the experts are counted in proportion"
+        ]
+
     @property
     def num_layers(self) -> int:
         """Attention layers of all blocks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from routepack_opt.simulation.work import Kernel
 
 FORMAT = "routepack.measurements/1"
+_MOST = sys.float_info.max  # JSON has whole numbers beyond it
 _ATTENTION = ("tokens", "squares", "seconds")
 _EXPERTS = ("tokens", "active", "seconds")
 
@@ -134,7 +135,7 @@ def read_measurements(path: str | os.PathLike[str]) -> Measurements:
     rows: dict[str, list[list[float]]] = {name: [] for name in layers}
     for k, entry in enumerate(_entries(path, value, "attention")):
         block = entry.get("block")
-        if block not in rows:
+        if not isinstance(block, str) or block not in rows:
             raise FormatError(f"{path}: attention[{k}].block: {block!r} is not in block_layers")
         rows[block].append([_number(path, f"attention[{k}].{name}", entry.get(name)) for name in _ATTENTION])
     experts = [
@@ -161,6 +162,6 @@ def _entries(path: str | os.PathLike[str], value: dict[str, Any], name: str) -> 
 
 
 def _number(path: str | os.PathLike[str], name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= _MOST:
         raise FormatError(f"{path}: {name}: {value!r} is not a finite number >= 0")
     return float(value)

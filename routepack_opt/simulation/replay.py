@@ -83,11 +83,7 @@ def replay(
         notes.append(
             f"sampled: experts of {len(works[0].layers)} of {window.num_layers} MoE layers were measured and scaled up"
         )
-    if shape.num_moe_layers != window.num_layers:
-        notes.append(
-            f"{shape.name} has {shape.num_moe_layers} MoE layers, the window {window.num_layers}:"
-            " layers beside the experts are counted in proportion"
-        )
+    notes += shape.layer_notes(window.num_layers)
     linear = [block.name for block in shape.blocks if block.kind == "linear"]
     if linear:
         notes.append(f"{', '.join(linear)} attention: projections are run, the recurrent state is not")
@@ -98,6 +94,9 @@ def replay(
     fewest = min(len(m.runs_s) for m in measured.values())
     if fewest < repeats:
         notes.append(f"time was up after {fewest} of {repeats} rounds")
+    spent_s = time.perf_counter() - start
+    if budget_s is not None and spent_s > max(1.5 * budget_s, budget_s + 1.0):
+        notes.append(f"time budget: {spent_s:.0f} s instead of {budget_s:g}; attention and one MoE layer take so long")
     times = {kernel: m.value_s(statistic) for kernel, m in measured.items()}
     block_layers = shape.block_layers(window.num_layers)
     results = tuple(step_time(work, times, block_layers, sync) for work in works)

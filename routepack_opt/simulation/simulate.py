@@ -177,16 +177,22 @@ def simulate(
         int64 [L, E], the placement in force before; None: nothing is moved.
     """
     assumptions = assumptions or Assumptions()
+    num_layers = max(window.num_layers, math.ceil(sum(shape.block_layers(window.num_layers))))
+    if assumptions.pipeline > num_layers:
+        raise InvalidInput(f"pipeline: {assumptions.pipeline} stages for {num_layers} layers")
     work = layout_work(window, layout)
     compute = ComputeModel(shape, cluster, assumptions, measured)
     times: Times = {kernel: compute.seconds(kernel) for kernel in work.kernels(len(shape.blocks))}
     kernels = step_time(work, times, shape.block_layers(window.num_layers), sync)
-    exchange, exchanged_bytes = exchange_times(window, layout, shape, cluster, assumptions)
+    with np.errstate(over="ignore"):  # refused below
+        exchange, exchanged_bytes = exchange_times(window, layout, shape, cluster, assumptions)
     rows = kernels.costs_s + exchange
     if sync == "row":
         rows = np.repeat(rows.max(axis=1, keepdims=True), rows.shape[1], axis=1)
     steps = [pipeline_seconds(rows[:, g], assumptions.pipeline) for g in range(rows.shape[1])]
     slowest = int(np.argmax(steps))
+    if not math.isfinite(steps[slowest]):
+        raise InvalidInput(f"cluster {cluster.name}: the simulated step is not a finite time; a rate is too small")
     bubble = steps[slowest] - math.fsum(rows[:, slowest]) / assumptions.pipeline
     moves_s, moved_bytes = _moves(window, layout, shape, cluster, assumptions, standing_slots)
     gradients_s = _gradients(layout, shape, window, cluster, assumptions) if assumptions.reduce_gradients else 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +112,7 @@ def _terms(path: str | os.PathLike[str], where: str, value: Any, names: tuple[st
         raise FormatError(f"{path}: {where}: expected an object")
     numbers = [value.get(name) for name in names]
     for name, number in zip(names, numbers, strict=True):
-        ok = isinstance(number, (int, float)) and not isinstance(number, bool) and math.isfinite(number) and number >= 0
+        ok = isinstance(number, (int, float)) and not isinstance(number, bool) and 0 <= number <= sys.float_info.max
         if not ok:
             raise FormatError(f"{path}: {where}.{name}: {number!r} is not a finite number >= 0")
     first, second, third = map(float, numbers)  # type: ignore[arg-type]

@@ -53,10 +53,18 @@ def read_layer_csv(
     missing = [name for name in _COLUMNS if name not in (reader.fieldnames or ())]
     if missing:
         raise FormatError(f"{path}: column {missing[0]!r} is missing; expected {', '.join(_COLUMNS)}")
-    rows = [[_cell(path, line, name, entry[name]) for name in _COLUMNS] for line, entry in enumerate(reader, start=2)]
+    rows = []
+    try:
+        for line, entry in enumerate(reader, start=2):
+            if None in entry:  # where the reader puts what has no column
+                raise FormatError(f"{path}: line {line}: more values than the {len(reader.fieldnames or ())} columns")
+            rows.append([_cell(path, line, name, entry[name]) for name in _COLUMNS])
+    except csv.Error as error:
+        raise FormatError(f"{path}: line {len(rows) + 2}: not valid CSV ({error})") from None
     values = np.array(rows, dtype=np.float64).reshape(-1, 3)
     per_token = top_k or (1 if model is None else model.top_k)
-    values[:, 0] *= per_token
+    with np.errstate(over="ignore"):  # the fit refuses what is not finite
+        values[:, 0] *= per_token
     values[:, 2] *= 1e-6
     notes = () if per_token > 1 else ("a CSV's tokens are counted as one assignment each; give --model or --top-k",)
     return Measurements(

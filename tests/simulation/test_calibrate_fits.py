@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -207,3 +208,37 @@ def test_h200_grid_gives_whole_layers_only(data_dir: Path) -> None:
     assert 1e6 * fit.terms["active"] == pytest.approx(1.87, abs=0.05)
     with pytest.raises(InvalidInput, match="no bfloat16 rows"):
         read_kernel_grid(path, model_shape("olmoe"))
+
+
+HEADER = "tokens,activated_experts,time_us\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        (HEADER, "holds no measurement"),
+        (HEADER + "1,1,1,1\n", "line 2: more values than the 3 columns"),
+        (HEADER + "1,1," + "9" * 200_000 + "\n", "line 2: not valid CSV"),
+    ],
+)
+def test_csv_files_that_are_none(tmp_path: Path, text: str, word: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    with pytest.raises(InvalidInput, match=word):
+        calibrate([read_timings(path)])
+
+
+@pytest.mark.parametrize(
+    ("entry", "word"),
+    [
+        ({"block": ["full"], "tokens": 1, "squares": 1, "seconds": 1}, "is not in block_layers"),
+        ({"block": "full", "tokens": 10**400, "squares": 1, "seconds": 1}, r"attention\[0\]\.tokens"),
+    ],
+)
+def test_json_values_no_python_container_or_float_takes(tmp_path: Path, entry: dict[str, object], word: str) -> None:
+    path = tmp_path / "m.json"
+    shape = {"shape": {"hidden": 8, "expert_width": 8}, "block_layers": {"full": 1}, "token_cap": 64}
+    value = {"format": "routepack.measurements/1", "backward": True, **shape, "attention": [entry], "experts": []}
+    path.write_text(json.dumps(value))
+    with pytest.raises(FormatError, match=word):
+        read_timings(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -97,6 +99,15 @@ def test_a_time_budget_of_nothing_takes_one_layer() -> None:
     assert result.step_times[0].num_measured_layers == 1
     assert any("rounds" in note for note in result.notes)
     assert all(len(m.runs_s) == 1 for m in result.measured.values())
+
+
+def test_a_time_budget_that_cannot_be_kept_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    window = small_window()
+    layout = plan_layout(small_plan(window), window, "plan")
+    ticks = iter(range(0, 1000, 108))
+    monkeypatch.setattr("routepack_opt.simulation.replay.time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    result = replay(window, [layout], small_shape(), FormulaTimer(1.0, 1.0), budget_s=3.0)
+    assert "time budget: 108 s instead of 3; attention and one MoE layer take so long" in result.notes
 
 
 @given(st.integers(1, 60), st.integers(1, 80))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -213,3 +214,40 @@ def test_sheets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_published_sheets_are_read(data_dir: Path, name: str) -> None:
     cluster = load_cluster(str(data_dir / "timings" / f"{name}.yaml"))
     assert cluster.name == name and cluster.intra_bytes_per_s >= cluster.inter_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"mem_bw": 10**400}, r"gpu\.mem_bw.* is not a finite number"),  # larger than any float
+        ({"p2p_latency": False}, "p2p_latency"),
+    ],
+)
+def test_numbers_a_sheet_may_not_have(tmp_path: Path, change: dict[str, object], word: str) -> None:
+    values = {"bfloat16_tc_flops": 1e15, "mem_bw": 1e12, "num_gpus_per_node": 8, "intra_node_bw": 1e11}
+    values |= {"inter_node_bw": 1e10, "p2p_latency": 0} | change
+    gpu = {name: values.pop(name) for name in ("bfloat16_tc_flops", "mem_bw")}
+    path = tmp_path / "sheet.yaml"
+    path.write_text(json.dumps({"gpu": gpu, "node": values}))  # JSON is YAML
+    with pytest.raises(FormatError, match=word):
+        load_cluster(str(path))
+
+
+def test_a_sheet_that_is_a_folder_is_not_called_yaml(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="cannot be read") as caught:
+        load_cluster(str(tmp_path))
+    assert "YAML" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_step_without_end_is_refused() -> None:
+    window = small_window()
+    cluster = replace(CLUSTER, intra_bytes_per_s=5e-324, gpus_per_node=4)
+    with pytest.raises(InvalidInput, match="not a finite time"):
+        simulate(window, layout_of(window), small_shape(), cluster)
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    window = small_window()
+    with pytest.raises(InvalidInput, match="pipeline: 4 stages for 3 layers"):
+        simulate(window, layout_of(window), small_shape(), CLUSTER, Assumptions(pipeline=4))

@@ -86,6 +86,8 @@ def test_tables(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for text in ("baseline", "reorder", "full", "+3.80%, +8.85%", "+10.50%, +14.89%", "shard 1: experts"):
         assert text in out, text
+    assert call(folder, "simulate", "p.json", "w.npz", "--gpu", "sheet.yaml", "--model", "olmoe") == 0
+    assert "olmoe has 16 MoE layers, the window 3" in capsys.readouterr().out
     options = ["--pipeline", "2", "--gradients", "--nodes", "4", "--overlap", "0.5", "--forward-only"]
     assert call(folder, "simulate", "p.json", "w.npz", "--gpu", "sheet.yaml", *SIZES, *options) == 0
     out = capsys.readouterr().out
@@ -125,6 +127,7 @@ def test_a_plan_of_another_placement_needs_it(folder: Path, capsys: pytest.Captu
         (["calibrate", "p.json"], 4, "format"),
         (["calibrate", "nope.csv"], 4, "nope.csv"),
         (["calibrate", "w.npz"], 4, "suffix"),
+        (["calibrate", "t.csv", "-o", "new.json", "--step-time", "new.json"], 4, "expected two files"),
         (["calibrate"], 2, "FILE"),
     ],
 )
