@@ -149,9 +149,7 @@ class Settings:
         Raises
         ------
         FormatError
-            Not TOML, an unknown setting or one of the wrong type.
-        InvalidInput
-            A value out of range.
+            Not TOML, an unknown setting, one of the wrong type or out of range.
         """
         try:
             values = tomllib.loads(read_text(path))
@@ -171,10 +169,11 @@ class Settings:
                 WorkloadSettings(**_checked(WorkloadSettings, row, f"{where}: workload[{at}]"))
                 for at, row in enumerate(rows)
             )
+        checked = _checked(cls, values, where)
         try:
-            return cls(**_checked(cls, values, where))
+            return cls(**checked)
         except InvalidInput as error:
-            raise InvalidInput(f"{where}: {error}") from None
+            raise FormatError(f"{where}: {error}") from None
 
 
 _INTEGERS = {
