@@ -125,6 +125,14 @@ _ENTRIES = (
         "pimoe", "peer", "hot experts on the compute side, memory-bound ones on the memory side",
         f"{_HOME}.pimoe", "Pimoe",
     ),
+    Entry(
+        "lfu-our-map", "cache", "replicas of the experts used most, our balancing map", f"{_HOME}.lfu", "Lfu",
+        options={"mapping": "balance"},
+    ),
+    Entry(
+        "moentwine-our-map", "peer", "shadow replicas that move over cold links, our balancing map",
+        f"{_HOME}.moentwine", "MoEntwine", options={"mapping": "balance"},
+    ),
     _ours(OURS, "ours", "the model-based controller, at most one edit a window"),
     _ours("look-ahead-8", "ours", "the model-based controller, at most eight edits a window", max_edits=8, layers=8),
     Entry(
