@@ -145,9 +145,12 @@ class LookAhead:
             options.append((plan.gain(ADD), [plan.step(layer, ADD)]))
         if draft.crowded(layer) and np.isfinite(plan.value[EVICT]):
             evict = plan.step(layer, EVICT)
-            then = draft.after_eviction(layer)
-            for kind in (MOVE, ADD):
-                options.append((float(plan.value[3] - then.value[kind]), [evict, then.step(layer, kind)]))
+            if np.isfinite(plan.value[ADD]) and plan.best[ADD, 0] != evict.expert:  # room, but no budget: gains add up
+                options.append((plan.gain(ADD) + plan.gain(EVICT), [evict, plan.step(layer, ADD)]))
+            else:
+                then = draft.after_eviction(layer)
+                for kind in (MOVE, ADD):
+                    options.append((float(plan.value[3] - then.value[kind]), [evict, then.step(layer, kind)]))
         return [(gain, steps) for gain, steps in options if np.isfinite(gain)]
 
     def _trades(self, draft: Draft, layer: int, plans: list[tuple[int, LayerPlan]]) -> list[tuple[float, list[Step]]]:
