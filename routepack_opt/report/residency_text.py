@@ -23,7 +23,7 @@ def findings(comparison: Comparison, records: Sequence[Record], shown: Sequence[
     """What to know before reading on; derived from the records."""
     lines = []
     for phase in comparison.phases:
-        runs = summary.select(records, level=comparison.levels[0], phase=phase)
+        runs = summary.complete(summary.select(records, level=comparison.levels[0], phase=phase))
         below = [(base, summary.reduction(runs, base)) for base in _SHOWN_BASES]
         text = ", ".join(f"{value:.1%} below {base}" for base, value in below if value is not None)
         if not text:

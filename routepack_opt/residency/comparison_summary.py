@@ -30,6 +30,16 @@ def select(records: Iterable[Record], table: str = MAIN, level: str = "stage", *
     return [r for r in records if "error" not in r and all(r.get(k) == v for k, v in wanted.items())]
 
 
+def complete(runs: Sequence[Record]) -> list[Record]:
+    """Runs of workloads that all policies ran; an interrupted comparison has others. All runs where there is none."""
+    wanted = set(names(runs))
+    ran: dict[Workload, set[str]] = {}
+    for r in runs:
+        ran.setdefault(workload_key(r), set()).add(r["policy"])
+    kept = [r for r in runs if ran[workload_key(r)] == wanted]
+    return kept or list(runs)
+
+
 def values(runs: Iterable[Record], policy: str, measure: str = "routed_s") -> Values:
     """A measure of one policy by workload; "strongest fixed" is the best fixed-replica policy of each workload."""
     if policy != STRONGEST:
@@ -132,7 +142,7 @@ BASES = (STATIC, *PEERS, STRONGEST)
 
 def headline(records: Sequence[Record], phase: str, level: str = "stage", table: str = MAIN) -> list[Line]:
     """One line a policy."""
-    runs = select(records, table, level, phase=phase)
+    runs = complete(select(records, table, level, phase=phase))
     lines = []
     for name in names(runs):
         own = [r for r in runs if r["policy"] == name]

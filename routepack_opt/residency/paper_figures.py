@@ -76,7 +76,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
     """All figures of the paper that residency.md restates."""
     found: list[Figure] = []
     for number, phase in enumerate(_PHASES):
-        runs = summary.select(records, MAIN, phase=phase)
+        runs = summary.complete(summary.select(records, MAIN, phase=phase))
         for base, papers in LATENCY.items():
             ours = summary.reduction(runs, base)
             sentence = _latency_sentence(records, runs, base, papers[number], ours)

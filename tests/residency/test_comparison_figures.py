@@ -84,6 +84,14 @@ def test_ablation_and_budgets() -> None:
     assert figure.ours == pytest.approx(0.45) and figure.agrees
 
 
+def test_interrupted_comparisons_count_whole_workloads() -> None:
+    runs = [made(STATIC, 1.0), made(OURS, 0.9), made(STATIC, 1.0, model="dbrx")]
+    assert [r["model"] for r in summary.complete(runs)] == ["deepseek-v3"] * 2
+    assert len(summary.complete(runs[1:])) == 2
+    (line,) = [line for line in summary.headline(runs, "prefill") if line.policy == STATIC]
+    assert line.hit_rate == 0.5 and line.against[STATIC] == 1.0
+
+
 def test_findings_name_what_is_slower_than_static() -> None:
     records = [made(STATIC, 1.0), made("hydra", 1.1), made(OURS, 0.9), BOUND]
     lines = findings(COMPARISON, records, figures(records))
