@@ -70,7 +70,7 @@ def residency_page(comparison: Comparison, records: list[Record], *, started: st
         _list("In short", findings(comparison, records, shown)),
         _scopes(records),
         _headlines(comparison, records),
-        _paper(shown),
+        _paper(shown, comparison.machine.name),
         _drawings(comparison, records),
         _sweeps(comparison, records),
         _workloads(comparison, records),
@@ -152,17 +152,18 @@ def _ratio(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _paper(shown: Sequence[Figure]) -> str:
+def _paper(shown: Sequence[Figure], package: str) -> str:
     rows = "".join(
         f"<tr><td>{html.text(f.name)}</td><td>{html.text(f.phase)}</td><td>{f.show(f.paper)}</td>"
         f'<td>{f.show(f.ours)}</td><td class="note">{html.text(f.sentence)}</td></tr>'
         for f in shown
     )
+    other = "" if package == "paper" else f"This is another machine ({html.text(package)}) than the paper's. "
     head = "".join(f"<th>{name}</th>" for name in ("figure", "phase", "paper", "ours", ""))
     return (
         "<h2>Figures of the paper (arXiv 2607.11586) and ours</h2>"
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        '<p class="soft">The paper simulated its own traces on its own simulator, with settings it does not give; '
+        f'<p class="soft">{other}The paper simulated its own traces on its own simulator, with settings it does not give; '
         "ablation and budget figures are read off plots, to 0.01.</p>"
     )
 

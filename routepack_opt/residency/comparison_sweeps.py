@@ -96,7 +96,7 @@ def tables_of(policies: Sequence[str], levels: Sequence[Level], package: Package
     if len(package.tiers) > 1:
         sizes = tuple(Variation(fast_capacity=factor) for factor in FAST_CAPACITIES)
         tables.append(Table(CAPACITY, (STATIC, *swept), variations=sizes))
-    cold = tuple(name for name in policies if group_of(name) != "fixed")
+    cold = tuple(name for name in policies if group_of(name) not in ("fixed", "naive"))
     tables.append(Table(COLD, cold, variations=(Variation(cold=True),)))
     if len(package.tiers) > 2 and OURS in policies:
         middle = package.tiers[-2].name

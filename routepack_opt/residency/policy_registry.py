@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from routepack_opt.residency.observation import Policy
 
-Group = Literal["static", "fixed", "cache", "peer", "ours", "ablation", "reference"]
+Group = Literal["static", "naive", "fixed", "cache", "peer", "ours", "ablation", "reference"]
 _HOME = "routepack_opt.residency.policies"
 
 
@@ -28,8 +28,9 @@ class Entry:
     name
         As commands take it and results print it.
     group
-        "static" (single copy, the denominator), "fixed" (replicas that never change), "cache" (LRU, LFU), "peer"
-        (systems of other papers), "ours", "ablation" (ours with something taken away), "reference" (knows the future).
+        "static" (single copy, the denominator), "fixed" (replicas that never change), "naive" (fixed with an untuned
+        map, no baseline: shows what the map is worth), "cache" (LRU, LFU), "peer" (systems of other papers), "ours",
+        "ablation" (ours with something taken away), "reference" (knows the future).
     about
         One line.
     module, maker
@@ -110,6 +111,10 @@ NO_MAP = "look-ahead-no-map"
 
 _ENTRIES = (
     Entry(STATIC, "static", "one copy of every expert where the start layout puts it", f"{_HOME}.static", "Static"),
+    Entry(
+        "fixed-nearest-map", "naive", "replicas by popularity near their token sources, each group to the nearest",
+        f"{_HOME}.fixed_replicas", "FixedReplicas", {"location": "near", "mapping": "nearest"},
+    ),
     _fixed("fixed-near", "near", _tuned_map, "replicas by popularity near their token sources, the paper's map"),
     _fixed("fixed-spread", "spread", _tuned_map, "replicas by popularity in other quadrants, the paper's map"),
     _fixed("fixed-balanced", "balanced", _tuned_map, "replicas by popularity where load is least, the paper's map"),
