@@ -163,8 +163,8 @@ def _paper(shown: Sequence[Figure], package: str) -> str:
     return (
         "<h2>Figures of the paper (arXiv 2607.11586) and ours</h2>"
         f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-        f'<p class="soft">{other}The paper simulated its own traces on its own simulator, with settings it does not give; '
-        "ablation and budget figures are read off plots, to 0.01.</p>"
+        f'<p class="soft">{other}The paper simulated its own traces on its own simulator, with settings it does '
+        "not give; ablation and budget figures are read off plots, to 0.01.</p>"
     )
 
 
