@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.errors import InvalidInput
+from routepack_opt.errors import Infeasible, InvalidInput
 from routepack_opt.models import residency_bounds as floors
 from routepack_opt.models.residency_choice import Options, choice_bound
 
@@ -79,10 +79,15 @@ def layout_bound(scene: Scene, demand: NDArray[np.int32]) -> WindowBound:
     ------
     InvalidInput
         See :func:`check_demand`.
+    Infeasible
+        Regions that hold no whole copy of a layer's experts: there is no layout to bound.
     """
     check_demand(scene, demand)
     capacity = shared_capacity(scene)
     tables = [LayerTable.build(scene, layer, demand[layer], capacity) for layer in range(scene.num_layers)]
+    for layer, table in enumerate(tables):
+        if not len(table.options.cost):
+            raise Infeasible(f"layer {layer}: the regions hold fewer whole experts than the window uses")
     result = choice_bound([table.options for table in tables], capacity)
     picked = [int(k) for k in result.chosen]
     stages = np.array([table.stages[k] for table, k in zip(tables, picked, strict=True)])
@@ -125,14 +130,16 @@ class LayerTable:
         used = int((demand.sum(axis=1) > 0).sum())
         others = float(scene.expert_bytes.sum() - size) * scene.num_experts  # one copy of every other layer
         spare = int((capacity[-1] - others) // size) - scene.num_experts
-        extra = max(0, min(spare, scene.num_chiplets - 1, used * (scene.r_max - 1)))
+        most_extra = max(0, min(spare, used * (scene.r_max - 1)))
+        extra = min(most_extra, scene.num_chiplets - 1)  # more do not lower the compute floor
         tiers = floors.tier_floors(scene, layer, used + extra)
         counts = _grids([len(tier.memory_s) for tier in tiers], used, used + extra)
         memory = np.max([tier.memory_s[counts[:, t]] for t, tier in enumerate(tiers)], axis=0)
         queue = np.max([tier.queue_s[counts[:, t]] for t, tier in enumerate(tiers)], axis=0)
         beyond = counts.sum(axis=1) - used
         compute = floors.compute_floor(scene, demand, extra)[beyond]
-        network = floors.network_floor(scene, demand, extra)[beyond]
+        network = floors.network_floor(scene, demand, most_extra)
+        network = np.append(network[:extra], network[-1])[beyond]  # the last option stands for all with more replicas
         fixed = floors.fixed_seconds(scene, demand)
         cost = fixed + network + queue + np.maximum(memory, compute)
         resident = (beyond + scene.num_experts)[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -10,12 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_stage import random_demand, random_layout
 
-from routepack_opt.errors import InvalidInput
+from routepack_opt.errors import Infeasible, InvalidInput
 from routepack_opt.models import residency_bounds as floors
 from routepack_opt.models.residency import layout_bound
 from routepack_opt.models.residency_choice import Options, choice_bound
+from routepack_opt.residency.layout import Layout
 from routepack_opt.residency.mapping import RULES, MapWeights, assign
 from routepack_opt.residency.package import Package
+from routepack_opt.residency.package_file import parse_package
 from routepack_opt.residency.scene import Scene, scene_of
 from routepack_opt.residency.stage import StageModel
 from routepack_opt.residency.start_layout import popularity_layout
@@ -152,3 +155,54 @@ def test_tier_floor_spreads_over_unequal_room() -> None:
     seconds = 5e-9 + np.ceil(np.arange(1, 13) / 4) * 16.5 * MIB / 2e12
     np.testing.assert_allclose(floor.memory_s, np.append(0.0, seconds), rtol=1e-12)
     np.testing.assert_allclose(floor.queue_s[1:], np.ceil(np.arange(1, 13) / 4) * 5e-9, rtol=1e-12)
+
+
+def chain(num_chiplets: int, capacity_mib: float = 100.0, link_gbs: float = 0.01) -> Package:
+    """Chiplets in a row with slow links, each with a memory of its own."""
+    regions = ", ".join(f"{{chiplets = [{c}]}}" for c in range(num_chiplets))
+    return parse_package(
+        f"""
+name = "chain"
+[compute]
+chiplets = {num_chiplets}
+mesh = [1, {num_chiplets}]
+cores = 4
+clock_ghz = 10.0
+[mesh_link]
+bandwidth_gbs = {link_gbs}
+latency_ns = 1
+[[tier]]
+name = "own"
+capacity_mib = {capacity_mib}
+bandwidth_gbs = 1000.0
+latency_ns = 1
+energy_pj_per_byte = 1
+regions = [{regions}]
+[residency]
+activation_reserve = 0
+metadata_reserve_kib = 0
+""",
+        "chain",
+    )
+
+
+@pytest.mark.parametrize("num_chiplets", [2, 3, 4])
+def test_bound_was_above_layouts_with_more_extra_replicas_than_chiplets(num_chiplets: int) -> None:
+    # Every expert on every chiplet: nothing travels, with far more extra replicas than chiplets.
+    sizes = {"num_layers": 1, "num_experts": 8, "top_k": 1, "expert_bytes": 1024.0, "hidden": 512, "expert_width": 256}
+    scene = scene_of(chain(num_chiplets), budget_copies=4.0, **sizes)
+    demand = np.full((1, 8, num_chiplets), 100, dtype=np.int32)
+    layout = Layout.from_replicas(scene, [(0, e, 0, c) for e in range(8) for c in range(num_chiplets)])
+    model = StageModel(scene)
+    routed_s = model.evaluate(layout, demand, assign(model.tables, layout, demand, "nearest")).routed_s
+    assert 0.99 * routed_s < layout_bound(scene, demand).bound_s <= routed_s
+
+
+def test_bound_of_regions_too_small_for_a_whole_copy_was_a_traceback() -> None:
+    sizes = {"num_layers": 2, "num_experts": 3, "top_k": 1, "expert_bytes": np.array([2.0, 1.0]) * MIB}
+    scene = scene_of(chain(2, capacity_mib=5.0), budget_copies=1.0, **sizes)
+    shrunk = dataclasses.replace(scene, region_room=np.array([3.5, 5.5]) * MIB, budget_bytes=9.0 * MIB)
+    assert layout_bound(shrunk, np.ones((2, 3, 2), dtype=np.int32)).bound_s > 0
+    object.__setattr__(shrunk, "region_room", np.array([1.9, 3.0]) * MIB)
+    with pytest.raises(Infeasible, match="layer 0: the regions hold fewer whole experts"):
+        layout_bound(shrunk, np.ones((2, 3, 2), dtype=np.int32))
