@@ -127,11 +127,18 @@ class Directory:
             return f"a copy to tier {edit.tier}, chiplet {edit.chiplet} is under way"
         if layout.count[where] + len(under_way) >= layout.scene.r_max + (edit.drop is not None):
             return f"has R_max = {layout.scene.r_max} replicas, copies under way included"
+        if not self._sources(*where):
+            return "its only replica leaves for a copy under way"
         if edit.drop is None:
             return ""
         if edit.kind == "demote" and edit.drop.tier >= edit.tier:
             return f"tier {edit.tier} is not slower than tier {edit.drop.tier}"
         return self._why_not_leave(where, edit.drop, window, replaced=True)
+
+    def _sources(self, layer: int, expert: int) -> list[Replica]:
+        """Replicas a new copy may read: those that leave with a copy under way may be gone before it is done."""
+        leaving = [copy.edit.drop for copy in self.pending_of(layer, expert)]
+        return [replica for replica in self.layout.replicas(layer, expert) if replica not in leaving]
 
     def _why_not_leave(self, where: tuple[int, int], replica: Replica, window: int, *, replaced: bool = False) -> str:
         """``replaced``: a copy takes its place, so that even the last one may go."""
@@ -141,7 +148,7 @@ class Directory:
         return self.layout.why_not_remove(*where, *replica, window=window, replaced=replaced)
 
     def begin(self, edit: Edit, window: int) -> PendingCopy:
-        """Reserve the pending region of a legal copy; its source is the published replica nearest to the target."""
+        """Reserve the pending region of a legal copy; its source is the nearest replica that stays."""
         layout, hardware = self.layout, self.layout.scene.hardware
         target = self.node(Replica(edit.tier, edit.chiplet))
         size = float(layout.scene.expert_bytes[edit.layer])
@@ -152,7 +159,7 @@ class Directory:
             route = hardware.route_latency_s[node, target] + size * hardware.route_inverse_bandwidth[node, target]
             return float(route + size / hardware.region_bandwidth[region])
 
-        source = min(layout.replicas(edit.layer, edit.expert), key=seconds)
+        source = min(self._sources(edit.layer, edit.expert), key=seconds)
         copy = PendingCopy(edit, source, size, window)
         layout.pending_bytes[hardware.region_of[edit.tier, edit.chiplet]] += size
         if edit.drop is None:

@@ -35,6 +35,8 @@ def legal_targets(directory: Directory, layer: int, expert: int, *, moves: bool 
         mask[:] = False
     if not moves and size > layout.budget_left():
         mask[:] = False
+    if sum(copy.edit.drop is not None for copy in under_way) >= count:  # no replica that stays: nothing to copy from
+        mask[:] = False
     for tier, chiplet in layout.replicas(layer, expert):
         mask[tier, chiplet] = False
     for copy in under_way:

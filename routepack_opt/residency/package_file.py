@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 PRESETS = ("paper", "gpu-host-nvme", "cxl")
 _INF = math.inf
+# Positive numbers of a package, in its units: beyond these times and energies overflow, and no machine is there.
+_LEAST, _MOST = 1e-9, 1e12
 
 
 class _Table:
@@ -43,15 +45,28 @@ class _Table:
         return default
 
     def number(
-        self, key: str, *, zero: bool = False, low: float = 0.0, high: float = _INF, default: float | None = None
+        self,
+        key: str,
+        *,
+        zero: bool = False,
+        low: float = 0.0,
+        high: float = _INF,
+        default: float | None = None,
+        least: float = _LEAST,
     ) -> float:
-        """A finite number above ``low`` and at most ``high``; with ``zero`` 0 is allowed too."""
+        """A finite number above ``low`` and at most ``high``; with ``zero`` 0 is allowed too.
+
+        Positive ones are at least ``least`` and, where ``high`` says nothing else, at most 1e12.
+        """
         expected = f"a finite number {'>=' if zero else '>'} {low:g}" + (f" and <= {high:g}" if high < _INF else "")
         value = self.get(key, expected, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise self.error(key, f"{value!r} is not {expected}")
         if value < low or (value == low and not zero) or value > high:
             raise self.error(key, f"{value!r} is not {expected}")
+        most = high if high < _INF else _MOST
+        if 0 < value < least or value > most:
+            raise self.error(key, f"{value!r} is out of range; expected {least:g} to {most:g}")
         return float(value)
 
     def integer(self, key: str, *, low: int = 1, high: int = 1 << 40, default: int | None = None) -> int:
@@ -202,7 +217,7 @@ def _rules(table: _Table | None) -> ResidencyRules:
     if table is None:
         return default
     rules = ResidencyRules(
-        budget_copies=table.number("budget_copies", default=default.budget_copies),
+        budget_copies=table.number("budget_copies", high=1e6, default=default.budget_copies),
         r_max=table.integer("r_max", high=16, default=default.r_max),
         bytes_per_weight=table.number("bytes_per_weight", high=8, default=default.bytes_per_weight),
         bytes_per_activation=table.number("bytes_per_activation", high=8, default=default.bytes_per_activation),
@@ -211,7 +226,9 @@ def _rules(table: _Table | None) -> ResidencyRules:
         min_residency_windows=table.integer("min_residency_windows", low=0, default=default.min_residency_windows),
         migration_threshold=table.number("migration_threshold", high=1.0, default=default.migration_threshold),
         migration_chunk_kib=table.number("migration_chunk_kib", default=default.migration_chunk_kib),
-        gate_constant_s=table.number("gate_constant_s", zero=True, default=default.gate_constant_s),
+        gate_constant_s=table.number(
+            "gate_constant_s", zero=True, high=1e6, least=0.0, default=default.gate_constant_s
+        ),
         context_tokens=table.integer("context_tokens", low=0, default=default.context_tokens),
         other_weights_tier=table.text("other_weights_tier", default.other_weights_tier),
     )

@@ -92,6 +92,14 @@ class Scene:
                 f"the regions hold {self.region_room.sum() / 2**20:.6g} MiB after reserves, one copy of every expert "
                 f"takes {one_copy / 2**20:.6g} MiB; expected room for one copy: fewer layers, or scope 'capacity'",
             )
+        size = float(self.expert_bytes.min())
+        held, wanted = int(np.floor(self.region_room / size).sum()), self.num_layers * self.num_experts
+        if held < wanted:  # an expert lies whole in one region; with several sizes this is what is certain
+            raise package.error(
+                "tier.capacity_mib",
+                f"the regions hold {held} whole experts of {size / 2**20:.4g} MiB after reserves, one copy of every "
+                f"expert is {wanted}; expected room for one copy: fewer layers, or scope 'capacity'",
+            )
 
     @property
     def num_chiplets(self) -> int:

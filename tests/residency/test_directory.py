@@ -8,6 +8,7 @@ import pytest
 from routepack_opt.errors import InvalidInput
 from routepack_opt.residency.directory import NO_OP, Directory, Edit
 from routepack_opt.residency.layout import Layout, Replica
+from routepack_opt.residency.legality import legal_targets
 from routepack_opt.residency.package import Package
 from routepack_opt.residency.scene import build_scene, scene_of
 
@@ -100,3 +101,18 @@ def test_copies_come_from_the_nearest_replica() -> None:
     assert directory.begin(Edit("promote", 0, 0, 1, 14), 0).source == Replica(0, 15)
     assert directory.begin(Edit("promote", 0, 1, 0, 5), 0).source == Replica(2, 1)
     assert np.count_nonzero(directory.layout.pending_bytes) == 2
+
+
+def test_a_copy_read_from_a_replica_that_left_before_it_was_done() -> None:
+    directory = start()
+    directory.begin(Edit("promote", 0, 1, 0, 9, drop=Replica(2, 1)), 4)  # the only replica leaves when this is done
+    late = Edit("promote", 0, 1, 2, 2)
+    assert "its only replica leaves" in directory.why_not(late, 4)
+    assert not legal_targets(directory, 0, 1).any()
+    directory.pending[0].bytes_left = 0
+    directory.publish(4)
+    directory.begin(late, 5)
+    directory.pending[0].bytes_left = 0
+    directory.publish(5)  # now two: (0, 9) and (2, 2)
+    directory.begin(Edit("promote", 0, 1, 0, 3, drop=Replica(2, 2)), 12)
+    assert directory.begin(Edit("promote", 0, 1, 2, 3), 12).source == Replica(0, 9)  # (2, 2) is nearer but leaves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,17 @@ def test_no_toml_no_file_and_no_preset(tmp_path: Path) -> None:
     path.write_text('name = "x"\ntier = 3\n[compute]\nchiplets = 1\ncores = 1\nclock_ghz = 1\n')
     with pytest.raises(InvalidInput, match=r"field 'tier': expected at least one"):
         Package.load(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("bandwidth_gbs", "1e-308"), ("latency_ns", "1e308"), ("clock_ghz", "1e308"), ("mac_per_cycle", "1e-300")),
+        *(("energy_pj_per_byte", "1e308"), ("budget_copies", "1e308"), ("mac_energy_pj", "1e308")),
+    ],
+)
+def test_values_that_overflowed_in_the_simulator_are_refused(key: str, value: str) -> None:
+    text = re.sub(rf"^{key} *=.*$", f"{key} = {value}", PAPER, flags=re.MULTILINE)
+    assert text != PAPER
+    with pytest.raises(InvalidInput, match=rf"{key}': {re.escape(repr(float(value)))} is (out of range|not)"):
+        package_file.parse_package(text, "huge.toml")

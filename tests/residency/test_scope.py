@@ -84,6 +84,14 @@ def test_what_cannot_hold_one_copy_is_refused() -> None:
         scene_of(tiny(16), num_layers=2, num_experts=6, top_k=1, expert_bytes=2.0 * 2**20)
 
 
+def test_regions_with_room_for_one_copy_in_bytes_but_not_in_whole_experts_are_refused() -> None:
+    room, size = build_scene(tiny(16), MODEL).region_room, 427000.0
+    held = int(np.floor(room / size).sum())
+    assert (held + 1) * size <= room.sum()
+    with pytest.raises(InvalidInput, match=rf"the regions hold {held} whole experts"):
+        scene_of(tiny(16), num_layers=1, num_experts=held + 1, top_k=1, expert_bytes=size, budget_copies=1.0)
+
+
 @pytest.mark.parametrize("copies", [0.5, 0.0, -1.0, float("nan")])
 def test_a_budget_under_one_copy_is_refused(copies: float) -> None:
     with pytest.raises(InvalidInput, match="expected at least 1"):
