@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +94,8 @@ class Comparison:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of version and machine: results of another one are not taken up."""
-        return hashlib.sha256(f"{__version__}\n{self.machine.describe()}".encode()).hexdigest()[:10]
+        """Of version and machine, whatever its file is called: results of another one are not taken up."""
+        return hashlib.sha256(f"{__version__}\n{replace(self.machine, where='')!r}".encode()).hexdigest()[:10]
 
     def tables(self) -> list[Table]:
         """What runs on each workload."""

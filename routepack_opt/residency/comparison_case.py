@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from routepack_opt.errors import RoutePackError
-from routepack_opt.residency.comparison_sweeps import MAIN, Table, Variation
+from routepack_opt.residency.comparison_sweeps import MAIN, Table, Variation, tables_of
+from routepack_opt.residency.moe_models import moe_model
 from routepack_opt.residency.policy_registry import REGISTRY
 from routepack_opt.residency.run_windows import PolicyRun, run_policy
 from routepack_opt.residency.scene import Scene, build_scene
@@ -45,8 +48,8 @@ class Case:
 
     def key(self, comparison: Comparison, *parts: str) -> str:
         """Of a record of this case, unique in a folder of results."""
-        number = f"{comparison.windows} windows"
-        return "/".join((comparison.fingerprint, self.model, self.phase, str(self.seed), number, *parts))
+        number, source = f"{comparison.windows} windows", source_of(self.model, comparison.data)
+        return "/".join((comparison.fingerprint, self.model, source, self.phase, str(self.seed), number, *parts))
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,8 @@ class _Bench:
         self.comparison, self.case = comparison, case
         self._starts: dict[tuple[str, Variation], tuple[Scene, Layout, NDArray[np.float64]]] = {}
         self.layers = {table.name: self._layers(table) for table in comparison.tables()}
-        whole = max(self.layers.values())
+        every = tables_of(comparison.policies, comparison.levels, comparison.machine, sweeps=True)
+        whole = max(self._layers(table) for table in every)  # the same demand with and without sweeps
         package = comparison.machine
         scene = build_scene(package, case.model, num_layers=whole)
         total = -(-comparison.windows * 10 // 9)  # the first tenth is the profile
@@ -151,7 +155,6 @@ class _Bench:
 
     def _layers(self, table: Table) -> int:
         from routepack_opt.residency.hardware import Hardware
-        from routepack_opt.residency.moe_models import moe_model
 
         model, counts = moe_model(self.case.model), []
         for variation in table.variations:
@@ -293,15 +296,30 @@ def data_folder() -> Path:
     return Path(named) if named else Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
+def trace_files(model: str, data: str | None) -> list[Path]:
+    """Recorded routes of a model in ``data``; empty when one of them is missing."""
+    folder = data_folder() if data is None else Path(data)
+    files = [folder / "routes" / name for name in TRACES.get(model, ())]
+    return files if all(file.is_file() for file in files) else []
+
+
+@cache
+def source_of(model: str, data: str | None) -> str:
+    """What a case's demand comes from, short: the sizes of the model, and what its recorded routes hold."""
+    digest = hashlib.sha256(repr(moe_model(model)).encode())
+    for file in trace_files(model, data):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:10]
+
+
 def workload_of(case: Case, scene: Scene, num_windows: int, data: str | None) -> Workload:
     """Recorded routes where ``data`` has them, else the generator's."""
     from routepack_opt.residency.token_trace import read_trace
     from routepack_opt.residency.windows import synthetic_workload, trace_workload
 
-    folder = data_folder() if data is None else Path(data)
-    files = [folder / "routes" / name for name in TRACES.get(case.model, ())]
+    files = trace_files(case.model, data)
     phase: Any = case.phase
-    if files and all(file.is_file() for file in files):
+    if files:
         size = int(scene.expert_bytes[0])
         traces = [read_trace(file, num_experts=scene.num_experts, expert_bytes=size) for file in files]
         layers = range(scene.num_layers)

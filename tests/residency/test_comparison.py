@@ -13,7 +13,7 @@ from routepack_opt.errors import InvalidInput
 from routepack_opt.residency import comparison_summary as summary
 from routepack_opt.residency import package_file
 from routepack_opt.residency.comparison import Comparison, run_comparison
-from routepack_opt.residency.comparison_case import Case, Record, bound_key, run_case, settings_of
+from routepack_opt.residency.comparison_case import TRACES, Case, Record, _Bench, bound_key, run_case, settings_of
 from routepack_opt.residency.comparison_sweeps import BUDGET, COLD, MAIN, Variation, tables_of
 from routepack_opt.residency.package import Package
 from routepack_opt.residency.policy_registry import OURS, REGISTRY, STATIC, find_policies
@@ -161,3 +161,40 @@ def test_every_policy_can_be_made() -> None:
     for entry in find_policies(list(REGISTRY)):
         if entry.missing() is None and entry.name != "dqn":
             assert entry.make([]).name == entry.name
+
+
+def test_results_of_other_routes_or_of_another_machine_were_taken_up(tmp_path: Path) -> None:
+    """Keys of a folder's records did not tell recorded from synthetic routes, nor which chiplets a region serves."""
+    case, synthetic = Case("deepseek-v2-lite", "decode", 0), replace(SMALL, models=("deepseek-v2-lite",))
+    (tmp_path / "routes").mkdir()
+    for name in TRACES["deepseek-v2-lite"]:
+        (tmp_path / "routes" / name).write_bytes(b"one")
+    recorded = replace(synthetic, data=str(tmp_path))
+    assert not set(synthetic.keys(case)) & set(recorded.keys(case))
+    other = tmp_path / "other"
+    (other / "routes").mkdir(parents=True)
+    for name in TRACES["deepseek-v2-lite"]:
+        (other / "routes" / name).write_bytes(b"two")
+    assert not set(recorded.keys(case)) & set(replace(synthetic, data=str(other)).keys(case))
+
+    text = Path(package_file.__file__).parent.joinpath("presets", "paper.toml").read_text()
+    same, swapped = tmp_path / "same.toml", tmp_path / "swapped.toml"
+    same.write_text(text)
+    first, last = "chiplets = [0, 1, 4, 5]", "chiplets = [10, 11, 14, 15]"
+    assert text.count(first) == text.count(last) == 3
+    swapped.write_text(text.replace(first, "first").replace(last, first).replace("first", last))
+    assert replace(SMALL, package=str(same)).fingerprint == SMALL.fingerprint
+    assert replace(SMALL, package=str(swapped)).fingerprint != SMALL.fingerprint
+
+
+def test_sweeps_changed_the_demand_of_the_main_table(tmp_path: Path) -> None:
+    """With a budget above the sweep's largest a sweep covers more layers, and draws depend on their number."""
+    text = Path(package_file.__file__).parent.joinpath("presets", "paper.toml").read_text()
+    rich = tmp_path / "rich.toml"
+    rich.write_text(text.replace("budget_copies = 1.3", "budget_copies = 3.0"))
+    assert "3.0" in rich.read_text()
+    base = replace(SMALL, models=("mixtral-8x7b",), package=str(rich), policies=(STATIC, "hydra"), bounds=0)
+    case = base.cases()[0]
+    plain, swept = (_Bench(replace(base, sweeps=sweeps), case) for sweeps in (False, True))
+    assert swept.layers[BUDGET] > swept.layers[MAIN] == plain.layers[MAIN]
+    assert (plain.demand == swept.demand).all()
