@@ -61,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
     """Join the job when torchrun or this command's own launcher started the process, else start the ranks."""
     from routepack_opt.errors import RoutePackError
     from routepack_opt.integrations.torch_moe.grpo.run_config import RunConfig
-    from routepack_opt.integrations.torch_moe.launch import leave_reason
-    from routepack_opt.integrations.torch_moe.process_setup import under_launcher
+    from routepack_opt.integrations.torch_moe.processes.launch import leave_reason
+    from routepack_opt.integrations.torch_moe.processes.process_setup import under_launcher
 
     config = RunConfig.load(options.config).override(
         run__steps=options.steps,
@@ -97,7 +97,7 @@ def _check_libraries() -> None:
 
 def _join(config: RunConfig, resume: bool) -> RunSummary | None:
     from routepack_opt.integrations.torch_moe.grpo.loop import run_training
-    from routepack_opt.integrations.torch_moe.process_setup import process_group
+    from routepack_opt.integrations.torch_moe.processes.process_setup import process_group
 
     parallel = config.parallel
     settings = {"backend": parallel.backend, "timeout_s": parallel.timeout_s, "num_threads": parallel.threads}
@@ -124,7 +124,7 @@ def _torch_errors_in_one_line() -> Iterator[None]:
 
 def _start(options: argparse.Namespace, config: RunConfig) -> int:
     from routepack_opt.errors import RoutePackError
-    from routepack_opt.integrations.torch_moe.launch import LaunchError, launch
+    from routepack_opt.integrations.torch_moe.processes.launch import LaunchError, launch
 
     command = [sys.executable, "-m", "routepack_opt", "train", "--config", options.config]
     for name in ("steps", "seed", "out"):

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.integrations.torch_moe.experts import ExpertSlots
-from routepack_opt.integrations.torch_moe.packed_attention import PackedRows, packed_attention
+from routepack_opt.integrations.torch_moe.model.experts import ExpertSlots
+from routepack_opt.integrations.torch_moe.model.packed_attention import PackedRows, packed_attention
 from routepack_opt.simulation.work import ExpertKernel
 
 if TYPE_CHECKING:

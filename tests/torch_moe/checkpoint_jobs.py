@@ -9,12 +9,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from routepack_opt.integrations.torch_moe.checkpoint_pieces import local_pieces
-from routepack_opt.integrations.torch_moe.config import MoEConfig
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
-from routepack_opt.integrations.torch_moe.model import build_model
-from routepack_opt.integrations.torch_moe.optimizer import MoEAdamW
-from routepack_opt.integrations.torch_moe.slot_map import SlotMap
+from routepack_opt.integrations.torch_moe.checkpoint.pieces import local_pieces
+from routepack_opt.integrations.torch_moe.model.config import MoEConfig
+from routepack_opt.integrations.torch_moe.model.decoder import build_model
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.parallel.optimizer import MoEAdamW
+from routepack_opt.integrations.torch_moe.parallel.slot_map import SlotMap
 from routepack_opt.topology import Topology
 
 NUM_EXPERTS = 8

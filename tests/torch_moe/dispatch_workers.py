@@ -11,11 +11,11 @@ from training_workers import make_mesh
 
 from routepack_opt import Topology
 from routepack_opt.errors import RoutePackError
-from routepack_opt.integrations.torch_moe.dispatch import AllToAllDispatch, LocalDispatch, make_dispatcher
-from routepack_opt.integrations.torch_moe.exchange import exchange_samples
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_gather_equal, all_reduce_
-from routepack_opt.integrations.torch_moe.samples import TrainSample
-from routepack_opt.integrations.torch_moe.slot_map import SlotMap
+from routepack_opt.integrations.torch_moe.parallel.dispatch import AllToAllDispatch, LocalDispatch, make_dispatcher
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh, all_gather_equal, all_reduce_
+from routepack_opt.integrations.torch_moe.parallel.slot_map import SlotMap
+from routepack_opt.integrations.torch_moe.step.exchange import exchange_samples
+from routepack_opt.integrations.torch_moe.step.samples import TrainSample
 
 NUM_EXPERTS, HIDDEN, TOP_K = 8, 6, 2
 

@@ -11,7 +11,7 @@ import torch
 from routepack_opt.integrations.torch_moe.grpo.job import Job
 from routepack_opt.integrations.torch_moe.grpo.loop import run_training
 from routepack_opt.integrations.torch_moe.grpo.run_config import RunConfig
-from routepack_opt.integrations.torch_moe.slot_tensors import expert_slot_tensors
+from routepack_opt.integrations.torch_moe.parallel.slot_tensors import expert_slot_tensors
 
 
 def configured(table: dict[str, dict[str, Any]]) -> RunConfig:

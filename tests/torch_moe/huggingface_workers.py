@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from routepack_opt import Topology
-from routepack_opt.integrations.torch_moe.huggingface import config_from_hf, export_hf, load_hf
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
-from routepack_opt.integrations.torch_moe.model import build_model
-from routepack_opt.integrations.torch_moe.optimizer import MoEAdamW
-from routepack_opt.integrations.torch_moe.route_tape import RouteTape
-from routepack_opt.integrations.torch_moe.samples import TrainSample
-from routepack_opt.integrations.torch_moe.slot_map import SlotMap
-from routepack_opt.integrations.torch_moe.step import train_step
+from routepack_opt.integrations.torch_moe.huggingface.weights import config_from_hf, export_hf, load_hf
+from routepack_opt.integrations.torch_moe.model.decoder import build_model
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.parallel.optimizer import MoEAdamW
+from routepack_opt.integrations.torch_moe.parallel.slot_map import SlotMap
+from routepack_opt.integrations.torch_moe.step.route_tape import RouteTape
+from routepack_opt.integrations.torch_moe.step.samples import TrainSample
+from routepack_opt.integrations.torch_moe.step.train_step import train_step
 
 LENGTHS = (7, 5, 12, 3)
 

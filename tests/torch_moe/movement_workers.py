@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from routepack_opt.errors import RoutePackError
-from routepack_opt.integrations.torch_moe.materialise import materialise
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
-from routepack_opt.integrations.torch_moe.slot_map import SlotMap
+from routepack_opt.integrations.torch_moe.movement.materialise import materialise
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.parallel.slot_map import SlotMap
 from routepack_opt.topology import Topology
 
 LAYERS, EXPERTS = 3, 8

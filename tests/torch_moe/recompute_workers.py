@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from training_workers import CONFIG, make_mesh
 
-from routepack_opt.integrations.torch_moe.model import build_model
-from routepack_opt.integrations.torch_moe.route_tape import RouteTape
+from routepack_opt.integrations.torch_moe.model.decoder import build_model
+from routepack_opt.integrations.torch_moe.step.route_tape import RouteTape
 
 
 def largest_gradient_gap() -> float:

@@ -18,14 +18,18 @@ from same_training_workers import planned, window_of
 from training_workers import build, deviations, logical_state, loss_fn, make_mesh, total_tokens
 
 from routepack_opt.errors import RoutePackError
-from routepack_opt.integrations.torch_moe.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from routepack_opt.integrations.torch_moe.checkpoint_manifest import read_manifest
-from routepack_opt.integrations.torch_moe.exchange import exchange_samples, owners
-from routepack_opt.integrations.torch_moe.materialise import materialise
-from routepack_opt.integrations.torch_moe.process_setup import process_group
-from routepack_opt.integrations.torch_moe.slot_tensors import expert_slot_tensors
-from routepack_opt.integrations.torch_moe.step import train_step
-from routepack_opt.integrations.torch_moe.tensor_file import write_tensors
+from routepack_opt.integrations.torch_moe.checkpoint.manifest import read_manifest
+from routepack_opt.integrations.torch_moe.checkpoint.save_load import (
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from routepack_opt.integrations.torch_moe.checkpoint.tensor_file import write_tensors
+from routepack_opt.integrations.torch_moe.movement.materialise import materialise
+from routepack_opt.integrations.torch_moe.parallel.slot_tensors import expert_slot_tensors
+from routepack_opt.integrations.torch_moe.processes.process_setup import process_group
+from routepack_opt.integrations.torch_moe.step.exchange import exchange_samples, owners
+from routepack_opt.integrations.torch_moe.step.train_step import train_step
 
 if TYPE_CHECKING:
     from collections.abc import Callable

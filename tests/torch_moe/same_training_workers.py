@@ -23,14 +23,14 @@ from training_workers import (
 )
 
 from routepack_opt import Window, plan_window
-from routepack_opt.integrations.torch_moe.exchange import exchange_samples, owners
-from routepack_opt.integrations.torch_moe.materialise import materialise
-from routepack_opt.integrations.torch_moe.slot_tensors import expert_slot_tensors
-from routepack_opt.integrations.torch_moe.step import train_step
+from routepack_opt.integrations.torch_moe.movement.materialise import materialise
+from routepack_opt.integrations.torch_moe.parallel.slot_tensors import expert_slot_tensors
+from routepack_opt.integrations.torch_moe.step.exchange import exchange_samples, owners
+from routepack_opt.integrations.torch_moe.step.train_step import train_step
 
 if TYPE_CHECKING:
-    from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
-    from routepack_opt.integrations.torch_moe.samples import TrainSample
+    from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
+    from routepack_opt.integrations.torch_moe.step.samples import TrainSample
 
 NUM_SAMPLES, TOKEN_CAP = 16, 40
 Cells = list[list[list[int]]]

@@ -13,8 +13,8 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from routepack_opt.errors import InvalidInput  # noqa: E402
-from routepack_opt.integrations.torch_moe import packed_attention as pa  # noqa: E402
-from routepack_opt.integrations.torch_moe.attention import RotaryTable, rotate  # noqa: E402
+from routepack_opt.integrations.torch_moe.model import packed_attention as pa  # noqa: E402
+from routepack_opt.integrations.torch_moe.model.attention import RotaryTable, rotate  # noqa: E402
 
 
 def borders_of(lengths):

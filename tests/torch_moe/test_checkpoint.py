@@ -16,17 +16,17 @@ from checkpoint_jobs import Job, named_values, random_placement, small_config  #
 from harness import RankFailure, run_ranks  # noqa: E402
 
 from routepack_opt.errors import FormatError, InvalidInput  # noqa: E402
-from routepack_opt.integrations.torch_moe import checkpoint  # noqa: E402
-from routepack_opt.integrations.torch_moe.checkpoint import (  # noqa: E402
+from routepack_opt.integrations.torch_moe.checkpoint import save_load as checkpoint  # noqa: E402
+from routepack_opt.integrations.torch_moe.checkpoint.manifest import put_in_place, read_manifest  # noqa: E402
+from routepack_opt.integrations.torch_moe.checkpoint.save_load import (  # noqa: E402
     CheckpointError,
     latest_checkpoint,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
 )
-from routepack_opt.integrations.torch_moe.checkpoint_manifest import put_in_place, read_manifest  # noqa: E402
-from routepack_opt.integrations.torch_moe.slot_map import PlacementBroken  # noqa: E402
-from routepack_opt.integrations.torch_moe.tensor_file import read_header, read_range, write_tensors  # noqa: E402
+from routepack_opt.integrations.torch_moe.checkpoint.tensor_file import read_header, read_range, write_tensors  # noqa: E402
+from routepack_opt.integrations.torch_moe.parallel.slot_map import PlacementBroken  # noqa: E402
 
 
 def _save(job: Job, folder: Path, step: int = 7, **options: Any) -> Path:
@@ -125,7 +125,7 @@ def test_stored_tensors_carry_hugging_face_names_and_rows(tmp_path: Path) -> Non
 
 def test_checkpoint_exports_to_hugging_face_names(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
-    from routepack_opt.integrations.torch_moe.huggingface import export_hf, load_hf
+    from routepack_opt.integrations.torch_moe.huggingface.weights import export_hf, load_hf
 
     config = small_config(router="softmax", shared_size=0, qk_norm=True)
     trained = Job(1, config=config, placement=random_placement(config, 3))

@@ -13,8 +13,8 @@ from harness import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routepack_opt.integrations.torch_moe.dispatch import LocalDispatch
-from routepack_opt.integrations.torch_moe.slot_map import SlotMap
+from routepack_opt.integrations.torch_moe.parallel.dispatch import LocalDispatch
+from routepack_opt.integrations.torch_moe.parallel.slot_map import SlotMap
 
 CASES: list[Any] = [  # EP ranks, shards, tokens of each rank, counts announced beforehand
     (4, 1, [5, 9, 3, 7], False),

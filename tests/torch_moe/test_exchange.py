@@ -11,9 +11,9 @@ import torch
 from harness import run_ranks
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.integrations.torch_moe.exchange import exchange_samples, owners
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
-from routepack_opt.integrations.torch_moe.samples import TrainSample, pack_row
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.step.exchange import exchange_samples, owners
+from routepack_opt.integrations.torch_moe.step.samples import TrainSample, pack_row
 
 
 @pytest.mark.distributed

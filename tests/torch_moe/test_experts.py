@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from routepack_opt.integrations.torch_moe import experts as experts_module  # noqa: E402
-from routepack_opt.integrations.torch_moe.experts import ExpertSlots  # noqa: E402
+from routepack_opt.integrations.torch_moe.model import experts as experts_module  # noqa: E402
+from routepack_opt.integrations.torch_moe.model.experts import ExpertSlots  # noqa: E402
 
 COUNTS = {
     "even": [5, 5, 5, 5],

@@ -18,7 +18,7 @@ from routepack_opt.integrations.torch_moe.grpo.loss import (
     supervised_sample,
 )
 from routepack_opt.integrations.torch_moe.grpo.sampling import Rollout
-from routepack_opt.integrations.torch_moe.samples import TrainSample, pack_row
+from routepack_opt.integrations.torch_moe.step.samples import TrainSample, pack_row
 
 VOCAB = 7
 SHAPES = [(3, 2), (1, 4), (2, 1)]  # prompt and answer lengths

@@ -15,7 +15,7 @@ from routepack_opt.integrations.torch_moe.grpo.metrics import MetricsWriter, rea
 from routepack_opt.integrations.torch_moe.grpo.run_folder import free_folder
 from routepack_opt.integrations.torch_moe.grpo.summary import summarise
 from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 from routepack_opt.errors import InvalidInput
 from routepack_opt.integrations.torch_moe.grpo.run_folder import claimed_folder
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
     from pathlib import Path

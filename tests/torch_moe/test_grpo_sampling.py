@@ -9,13 +9,13 @@ pytest.importorskip("torch")
 
 import torch
 
-from routepack_opt.integrations.torch_moe.config import MoEConfig
 from routepack_opt.integrations.torch_moe.grpo.sampling import Rollout, sample_answers, sampling_uniforms
 from routepack_opt.integrations.torch_moe.grpo.sealing import seal_window
 from routepack_opt.integrations.torch_moe.grpo.tokenizer import END, VOCAB_SIZE
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
-from routepack_opt.integrations.torch_moe.model import build_model
-from routepack_opt.integrations.torch_moe.route_tape import RouteTape
+from routepack_opt.integrations.torch_moe.model.config import MoEConfig
+from routepack_opt.integrations.torch_moe.model.decoder import build_model
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.step.route_tape import RouteTape
 
 CONFIG = MoEConfig(VOCAB_SIZE, 32, 2, 2, 1, 16, 8, 2, 16)
 PROMPTS = [[1, 10, 2, 11], [5, 11], [3, 10, 3, 10, 3, 11], [7, 11]]

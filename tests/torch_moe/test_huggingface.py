@@ -15,17 +15,17 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from routepack_opt.errors import FormatError, InvalidInput  # noqa: E402
-from routepack_opt.integrations.torch_moe.huggingface import (  # noqa: E402
+from routepack_opt.integrations.torch_moe.huggingface.weights import (  # noqa: E402
     INDEX,
     config_from_hf,
     config_to_hf,
     export_hf,
     load_hf,
 )
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh  # noqa: E402
-from routepack_opt.integrations.torch_moe.model import MoETransformer, build_model  # noqa: E402
-from routepack_opt.integrations.torch_moe.route_tape import RouteTape  # noqa: E402
-from routepack_opt.integrations.torch_moe.slot_map import SlotMap  # noqa: E402
+from routepack_opt.integrations.torch_moe.model.decoder import MoETransformer, build_model  # noqa: E402
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh  # noqa: E402
+from routepack_opt.integrations.torch_moe.parallel.slot_map import SlotMap  # noqa: E402
+from routepack_opt.integrations.torch_moe.step.route_tape import RouteTape  # noqa: E402
 
 COMMON = {
     "vocab_size": 61,

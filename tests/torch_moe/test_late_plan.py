@@ -12,7 +12,7 @@ from random_windows import random_cost, random_demand
 from routepack_opt import Constraints, CostModel, Stage, Topology, Window, plan_window
 from routepack_opt.cost import score
 from routepack_opt.errors import InvalidInput
-from routepack_opt.integrations.torch_moe.late_plan import late_share, with_placement
+from routepack_opt.integrations.torch_moe.movement.late_plan import late_share, with_placement
 from routepack_opt.models.placement import rank_loads
 from routepack_opt.planner import place_window
 

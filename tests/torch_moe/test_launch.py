@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from routepack_opt.errors import InvalidInput, RoutePackError
-from routepack_opt.integrations.torch_moe.launch import LaunchError, launch
+from routepack_opt.integrations.torch_moe.processes.launch import LaunchError, launch
 
 pytestmark = pytest.mark.distributed
 _PREAMBLE = "import os, pathlib, signal, subprocess, sys, time\nrank = int(os.environ['RANK'])\n"
@@ -123,7 +123,8 @@ def test_signals_to_the_launcher_leave_no_rank(tmp_path: Path, number: signal.Si
         + _note_pids(ranks)
         + "time.sleep(60)"
     )
-    code = f"from routepack_opt.integrations.torch_moe.launch import launch; launch({_python(body)!r}, 2, grace_s=2)"
+    module = "routepack_opt.integrations.torch_moe.processes.launch"
+    code = f"from {module} import launch; launch({_python(body)!r}, 2, grace_s=2)"
     launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, start_new_session=True)
     end = time.monotonic() + 30
     while len(list(ranks.glob("*.pid"))) < 2 and time.monotonic() < end:
@@ -151,7 +152,7 @@ def test_wrong_counts_are_refused(count: object) -> None:
 _SETUP = """
 import sys
 import torch, torch.distributed as dist
-from routepack_opt.integrations.torch_moe.process_setup import process_group
+from routepack_opt.integrations.torch_moe.processes.process_setup import process_group
 with process_group(backend="gloo", timeout_s=30, num_threads=1) as setup:
     value = torch.tensor([setup.rank + 1])
     dist.all_reduce(value)
@@ -176,7 +177,7 @@ def test_ranks_meet_through_the_file_store(capfd: pytest.CaptureFixture[str]) ->
 )
 def test_broken_environments_are_refused(monkeypatch: pytest.MonkeyPatch, env: dict[str, str], words: str) -> None:
     pytest.importorskip("torch")
-    from routepack_opt.integrations.torch_moe.process_setup import init_process_group
+    from routepack_opt.integrations.torch_moe.processes.process_setup import init_process_group
 
     for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "ROUTEPACK_STORE"):
         monkeypatch.delenv(name, raising=False)

@@ -12,7 +12,7 @@ from harness import run_ranks
 
 from routepack_opt import Topology
 from routepack_opt.errors import TopologyError
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_reduce_, check_trainer_topology
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh, all_reduce_, check_trainer_topology
 
 
 @pytest.mark.distributed

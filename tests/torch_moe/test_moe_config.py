@@ -7,7 +7,7 @@ import json
 import pytest
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.integrations.torch_moe.config import MoEConfig
+from routepack_opt.integrations.torch_moe.model.config import MoEConfig
 
 SMALL = {
     "vocab_size": 16,

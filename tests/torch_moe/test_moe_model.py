@@ -8,12 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from routepack_opt.errors import InvalidInput  # noqa: E402
-from routepack_opt.integrations.torch_moe.config import MoEConfig  # noqa: E402
-from routepack_opt.integrations.torch_moe.kv_cache import KVCache  # noqa: E402
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh  # noqa: E402
-from routepack_opt.integrations.torch_moe.model import MoETransformer, build_model  # noqa: E402
-from routepack_opt.integrations.torch_moe.route_tape import RouteTape  # noqa: E402
-from routepack_opt.integrations.torch_moe.slot_map import SlotMap  # noqa: E402
+from routepack_opt.integrations.torch_moe.model.config import MoEConfig  # noqa: E402
+from routepack_opt.integrations.torch_moe.model.decoder import MoETransformer, build_model  # noqa: E402
+from routepack_opt.integrations.torch_moe.model.kv_cache import KVCache  # noqa: E402
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh  # noqa: E402
+from routepack_opt.integrations.torch_moe.parallel.slot_map import SlotMap  # noqa: E402
+from routepack_opt.integrations.torch_moe.step.route_tape import RouteTape  # noqa: E402
 
 PLAIN = {"vocab_size": 19, "hidden_size": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 PLAIN |= {"num_experts": 8, "top_k": 2, "expert_size": 16}

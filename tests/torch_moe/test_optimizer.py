@@ -14,14 +14,14 @@ from training_workers import CONFIG, build, loss_fn, make_samples, total_tokens
 
 from routepack_opt import Topology
 from routepack_opt.errors import InvalidInput
-from routepack_opt.integrations.torch_moe.gradients import GradientBuffers
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
-from routepack_opt.integrations.torch_moe.optimizer import MoEAdamW
-from routepack_opt.integrations.torch_moe.pad_tokens import pad_row, route_last_tokens
-from routepack_opt.integrations.torch_moe.route_tape import RouteTape
-from routepack_opt.integrations.torch_moe.samples import pack_row
-from routepack_opt.integrations.torch_moe.slot_tensors import expert_slot_tensors
-from routepack_opt.integrations.torch_moe.step import count_tokens, train_step
+from routepack_opt.integrations.torch_moe.parallel.gradients import GradientBuffers
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.parallel.optimizer import MoEAdamW
+from routepack_opt.integrations.torch_moe.parallel.slot_tensors import expert_slot_tensors
+from routepack_opt.integrations.torch_moe.step.pad_tokens import pad_row, route_last_tokens
+from routepack_opt.integrations.torch_moe.step.route_tape import RouteTape
+from routepack_opt.integrations.torch_moe.step.samples import pack_row
+from routepack_opt.integrations.torch_moe.step.train_step import count_tokens, train_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

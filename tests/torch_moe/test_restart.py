@@ -13,9 +13,9 @@ import pytest
 pytest.importorskip("torch")
 from harness import RankFailure, run_ranks
 
-from routepack_opt.integrations.torch_moe.checkpoint_manifest import latest_checkpoint
-from routepack_opt.integrations.torch_moe.launch import LaunchError, launch
-from routepack_opt.integrations.torch_moe.tensor_file import read_header
+from routepack_opt.integrations.torch_moe.checkpoint.manifest import latest_checkpoint
+from routepack_opt.integrations.torch_moe.checkpoint.tensor_file import read_header
+from routepack_opt.integrations.torch_moe.processes.launch import LaunchError, launch
 
 pytestmark = pytest.mark.distributed
 STEPS, SAVED, FAILS_AT = 5, 2, 3  # a checkpoint after step 2, the failure in step 3 (counted from 0)

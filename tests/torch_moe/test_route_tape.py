@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.integrations.torch_moe.route_tape import RouteTape
+from routepack_opt.integrations.torch_moe.step.route_tape import RouteTape
 
 OWN = torch.tensor([[0, 1], [2, 3], [4, 5]])
 

@@ -6,8 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from routepack_opt.integrations.torch_moe.config import MoEConfig  # noqa: E402
-from routepack_opt.integrations.torch_moe.router import Router  # noqa: E402
+from routepack_opt.integrations.torch_moe.model.config import MoEConfig  # noqa: E402
+from routepack_opt.integrations.torch_moe.model.router import Router  # noqa: E402
 
 
 def make(seed=0, **changes):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routepack_opt.errors import InvalidInput, RoutePackError
-from routepack_opt.integrations.torch_moe.slot_map import PlacementBroken, SlotMap
+from routepack_opt.integrations.torch_moe.parallel.slot_map import PlacementBroken, SlotMap
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 9))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.integrations.torch_moe.transfer_plan import (
+from routepack_opt.integrations.torch_moe.movement.transfer_plan import (
     EXPERT,
     LAYER,
     SOURCE,

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from harness import run_ranks
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.integrations.torch_moe.wave_settings import WaveSettings
+from routepack_opt.integrations.torch_moe.movement.wave_settings import WaveSettings
 
 WORKERS = "wave_workers"
 

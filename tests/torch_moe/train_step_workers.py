@@ -23,10 +23,10 @@ from training_workers import (
     total_tokens,
 )
 
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
-from routepack_opt.integrations.torch_moe.model import build_model
-from routepack_opt.integrations.torch_moe.optimizer import MoEAdamW
-from routepack_opt.integrations.torch_moe.step import StepFailed, train_step
+from routepack_opt.integrations.torch_moe.model.decoder import build_model
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.parallel.optimizer import MoEAdamW
+from routepack_opt.integrations.torch_moe.step.train_step import StepFailed, train_step
 
 
 def run_steps(

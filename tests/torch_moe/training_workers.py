@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from routepack_opt import Topology
-from routepack_opt.integrations.torch_moe.config import MoEConfig
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_gather_equal
-from routepack_opt.integrations.torch_moe.model import build_model
-from routepack_opt.integrations.torch_moe.optimizer import MoEAdamW
-from routepack_opt.integrations.torch_moe.samples import PackedRow, TrainSample
-from routepack_opt.integrations.torch_moe.slot_map import SlotMap
-from routepack_opt.integrations.torch_moe.slot_tensors import expert_slot_tensors
+from routepack_opt.integrations.torch_moe.model.config import MoEConfig
+from routepack_opt.integrations.torch_moe.model.decoder import build_model
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh, all_gather_equal
+from routepack_opt.integrations.torch_moe.parallel.optimizer import MoEAdamW
+from routepack_opt.integrations.torch_moe.parallel.slot_map import SlotMap
+from routepack_opt.integrations.torch_moe.parallel.slot_tensors import expert_slot_tensors
+from routepack_opt.integrations.torch_moe.step.samples import PackedRow, TrainSample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,12 +10,12 @@ import numpy as np
 from movement_workers import EXPERTS, LAYERS, caught, make_mesh, same, tensors_of
 
 from routepack_opt import Constraints, CostModel, Stage, Window
-from routepack_opt.integrations.torch_moe.slot_map import SlotMap
-from routepack_opt.integrations.torch_moe.waves import PlacementWaves, WaveSettings
+from routepack_opt.integrations.torch_moe.movement.waves import PlacementWaves, WaveSettings
+from routepack_opt.integrations.torch_moe.parallel.slot_map import SlotMap
 from routepack_opt.planner import warmup
 
 if TYPE_CHECKING:
-    from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
+    from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
 
 CAP = 60
 COST = CostModel((Stage("full", 1.0, 0.5),))

@@ -11,16 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from routepack_opt.errors import FormatError, InvalidInput
-from routepack_opt.integrations.torch_moe.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from routepack_opt.integrations.torch_moe.config import MoEConfig
+from routepack_opt.integrations.torch_moe.checkpoint.save_load import (
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from routepack_opt.integrations.torch_moe.grpo.loss import supervised_loss, supervised_sample
 from routepack_opt.integrations.torch_moe.grpo.task import ArithmeticTask
 from routepack_opt.integrations.torch_moe.grpo.tokenizer import VOCAB_SIZE
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
-from routepack_opt.integrations.torch_moe.model import build_model
-from routepack_opt.integrations.torch_moe.optimizer import MoEAdamW
-from routepack_opt.integrations.torch_moe.slot_map import SlotMap
-from routepack_opt.integrations.torch_moe.step import train_step
+from routepack_opt.integrations.torch_moe.model.config import MoEConfig
+from routepack_opt.integrations.torch_moe.model.decoder import build_model
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
+from routepack_opt.integrations.torch_moe.parallel.optimizer import MoEAdamW
+from routepack_opt.integrations.torch_moe.parallel.slot_map import SlotMap
+from routepack_opt.integrations.torch_moe.step.train_step import train_step
 from routepack_opt.topology import Topology
 
 if TYPE_CHECKING:
@@ -60,7 +64,7 @@ class Job:
         dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.run.dtype]
         model = build_model(sizes, mesh, slot_map=slot_map, dtype=dtype, seed=seed)
         if config.model.hf:
-            from routepack_opt.integrations.torch_moe.huggingface import load_hf
+            from routepack_opt.integrations.torch_moe.huggingface.weights import load_hf
 
             load_hf(model, config.model.hf)
         optimizer = MoEAdamW(
@@ -163,7 +167,7 @@ def check_same_run(saved: Any, config: RunConfig, where: str) -> None:
 def _model_config(config: RunConfig) -> MoEConfig:
     if not config.model.hf:
         return MoEConfig(**config.model_sizes())
-    from routepack_opt.integrations.torch_moe.huggingface import config_from_hf
+    from routepack_opt.integrations.torch_moe.huggingface.weights import config_from_hf
 
     sizes = config_from_hf(config.model.hf)
     if sizes.vocab_size < VOCAB_SIZE:

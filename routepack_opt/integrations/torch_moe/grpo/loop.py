@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from routepack_opt.files import write_json
-from routepack_opt.integrations.torch_moe.exchange import exchange_samples, owners
 from routepack_opt.integrations.torch_moe.grpo.advantages import group_advantages
 from routepack_opt.integrations.torch_moe.grpo.job import Job
 from routepack_opt.integrations.torch_moe.grpo.loss import PolicyLoss, policy_sample
@@ -28,8 +27,9 @@ from routepack_opt.integrations.torch_moe.grpo.sampling import Rollout, sample_a
 from routepack_opt.integrations.torch_moe.grpo.sealing import SealedWindow, seal_window
 from routepack_opt.integrations.torch_moe.grpo.summary import RunSummary, summarise
 from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
-from routepack_opt.integrations.torch_moe.mesh import all_reduce_
-from routepack_opt.integrations.torch_moe.step import StepResult, train_step
+from routepack_opt.integrations.torch_moe.parallel.mesh import all_reduce_
+from routepack_opt.integrations.torch_moe.step.exchange import exchange_samples, owners
+from routepack_opt.integrations.torch_moe.step.train_step import StepResult, train_step
 
 if TYPE_CHECKING:
     import threading

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from routepack_opt.integrations.torch_moe.samples import PackedRow, TrainSample
+from routepack_opt.integrations.torch_moe.step.samples import PackedRow, TrainSample
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

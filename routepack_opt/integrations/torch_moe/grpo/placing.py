@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from routepack_opt.constraints import Constraints
 from routepack_opt.cost import CostModel
 from routepack_opt.integrations.torch_moe.grpo.planning import Cells, contiguous_slots, first_fit_cells, layout_facts
-from routepack_opt.integrations.torch_moe.slot_tensors import expert_slot_tensors
-from routepack_opt.integrations.torch_moe.wave_settings import WaveSettings
-from routepack_opt.integrations.torch_moe.waves import PlacementWaves
+from routepack_opt.integrations.torch_moe.movement.wave_settings import WaveSettings
+from routepack_opt.integrations.torch_moe.movement.waves import PlacementWaves
+from routepack_opt.integrations.torch_moe.parallel.slot_tensors import expert_slot_tensors
 
 if TYPE_CHECKING:
     from routepack_opt.integrations.torch_moe.grpo.job import Job
     from routepack_opt.integrations.torch_moe.grpo.timeline import Timeline
-    from routepack_opt.integrations.torch_moe.movement_report import StepMovement
+    from routepack_opt.integrations.torch_moe.movement.report import StepMovement
     from routepack_opt.plan import Plan
     from routepack_opt.window import Window
 

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from routepack_opt.integrations.torch_moe.grpo.job import Job
-from routepack_opt.integrations.torch_moe.mesh import all_reduce_
-from routepack_opt.integrations.torch_moe.route_tape import RouteTape
+from routepack_opt.integrations.torch_moe.parallel.mesh import all_reduce_
+from routepack_opt.integrations.torch_moe.step.route_tape import RouteTape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

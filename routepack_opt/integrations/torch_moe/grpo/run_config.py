@@ -240,8 +240,8 @@ class RunConfig:
 
     def model_sizes(self) -> dict[str, Any]:
         """Fields of MoEConfig (not for ``hf``); checks how they fit."""
-        from routepack_opt.integrations.torch_moe.config import MoEConfig
         from routepack_opt.integrations.torch_moe.grpo.tokenizer import VOCAB_SIZE
+        from routepack_opt.integrations.torch_moe.model.config import MoEConfig
 
         sizes = {entry.name: getattr(self.model, entry.name) for entry in fields(self.model) if entry.name != "hf"}
         sizes["vocab_size"] = VOCAB_SIZE

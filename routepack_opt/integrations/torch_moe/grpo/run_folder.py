@@ -12,12 +12,12 @@ import torch
 
 from routepack_opt.errors import InvalidInput
 from routepack_opt.integrations.torch_moe.grpo.metrics import NAME
-from routepack_opt.integrations.torch_moe.mesh import broadcast_
+from routepack_opt.integrations.torch_moe.parallel.mesh import broadcast_
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from routepack_opt.integrations.torch_moe.mesh import ParallelMesh
+    from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh
 
 logger = logging.getLogger(__name__)
 

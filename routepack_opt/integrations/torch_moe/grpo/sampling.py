@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from routepack_opt.integrations.torch_moe.grpo.tokenizer import END
-from routepack_opt.integrations.torch_moe.kv_cache import KVCache
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_reduce_
-from routepack_opt.integrations.torch_moe.route_tape import RouteTape
+from routepack_opt.integrations.torch_moe.model.kv_cache import KVCache
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh, all_reduce_
+from routepack_opt.integrations.torch_moe.step.route_tape import RouteTape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_gather_equal
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh, all_gather_equal
 from routepack_opt.routes import count_experts
 from routepack_opt.window import Window
 

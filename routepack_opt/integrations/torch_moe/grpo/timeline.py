@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from routepack_opt.files import write_json
-from routepack_opt.integrations.torch_moe.mesh import ParallelMesh, all_gather_equal
+from routepack_opt.integrations.torch_moe.parallel.mesh import ParallelMesh, all_gather_equal
 
 if TYPE_CHECKING:
     import os

@@ -1,0 +1,1 @@
+"""The trained model: a decoder with routed experts over packed rows."""

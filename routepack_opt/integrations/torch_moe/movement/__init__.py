@@ -1,0 +1,1 @@
+"""Experts change EP rank between steps, with masters and moments."""

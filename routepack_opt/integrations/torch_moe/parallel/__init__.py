@@ -1,0 +1,1 @@
+"""Process groups, dispatch by slot, gradients and optimizer state over EP and EDP."""

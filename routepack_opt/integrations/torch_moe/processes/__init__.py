@@ -1,0 +1,1 @@
+"""One process a rank: start, watch, join."""

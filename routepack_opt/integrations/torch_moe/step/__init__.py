@@ -1,0 +1,1 @@
+"""One optimizer step over planned cells: samples, replayed routes, checks, sums."""
