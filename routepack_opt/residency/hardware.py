@@ -231,7 +231,7 @@ def _routes(package: Package, links: Links, num_nodes: int) -> list[list[tuple[i
         ways[source].append((target, seconds, len(path)))
     routes: list[list[tuple[int, int]]] = []
     for source in range(num_nodes):
-        nodes = _least_time(ways, source)
+        nodes = _least_time(ways, source, 0 if mesh is None else num_chiplets)
         for target in range(num_nodes):
             if mesh is not None and source < num_chiplets and target < num_chiplets:
                 routes.append(hops.get((source, target), []))
@@ -241,8 +241,14 @@ def _routes(package: Package, links: Links, num_nodes: int) -> list[list[tuple[i
     return routes
 
 
-def _least_time(ways: dict[int, list[tuple[int, float, int]]], source: int) -> dict[int, tuple[int, ...]]:
-    """The stops of the best path to every node; ties go to fewer hops, then to the lower node numbers."""
+def _least_time(
+    ways: dict[int, list[tuple[int, float, int]]], source: int, num_mesh: int
+) -> dict[int, tuple[int, ...]]:
+    """The stops of the best path to every node; ties go to fewer hops, then to the lower node numbers.
+
+    The first ``num_mesh`` nodes are a mesh, every way between them a whole XY path: two such ways never follow one
+    another, they would turn where XY does not.
+    """
     best: dict[int, tuple[int, ...]] = {}
     heap: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, (source,))]
     while heap:
@@ -251,8 +257,9 @@ def _least_time(ways: dict[int, list[tuple[int, float, int]]], source: int) -> d
         if node in best:
             continue
         best[node] = stops
+        crossed = len(stops) > 1 and max(stops[-2:]) < num_mesh
         for target, more, steps in ways[node]:
-            if target not in best:
+            if target not in best and not (crossed and target < num_mesh):
                 # sums in another order must tie all the same: compare to the femtosecond
                 heapq.heappush(heap, (round(seconds + more, 15), length + steps, (*stops, target)))
     return best

@@ -11,7 +11,9 @@ from routepack_opt.errors import InvalidInput
 if TYPE_CHECKING:
     import os
 
-_MAX_CHIPLETS = 1024  # routes are tabulated for every pair of nodes: a mistyped size must not fill the memory
+_MAX_CHIPLETS = _MAX_ROUTERS = (
+    256  # routes are tabulated for every pair of nodes: a mistyped size must not fill the memory
+)
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,8 @@ class Package:
             raise self.error("mesh_link", "is missing; a mesh needs bandwidth_gbs, latency_ns, energy_pj_per_byte")
 
     def _check_names(self) -> None:
+        if len(self.routers) > _MAX_ROUTERS:
+            raise self.error("router", f"{len(self.routers)} routers; expected at most {_MAX_ROUTERS}")
         names = self.node_names
         for index, router in enumerate(self.routers):
             if names.index(router.name) != self.compute.num_chiplets + index:

@@ -23,6 +23,7 @@ _HEADER_FIELD = re.compile(r"([A-Za-z_]+)=(\S+)")
 _MAX_EXPERTS = 1 << 16
 _MAX_VALUE = 1 << 40  # keeps steps and turns far from wrapping; a file cannot make them matter
 _MAX_LINES = 1 << 26
+_MAX_KEYS = 1 << 22  # experts of all layers: a cache keeps several numbers for each
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,6 +244,8 @@ def _assemble(file: Path, columns: NDArray[np.int64], header: _Header, first: in
     _refuse_first(file, first, written[where] > 1, "slot", slot, "token, layer and slot are given twice", slot)
     _check_distinct(file, experts, where, expert, first)
     num_experts = header.num_experts or int(expert.max()) + 1
+    if num_experts * layers.size > _MAX_KEYS:
+        raise FormatError(f"{file}: {layers.size} layers x {num_experts} experts; expected at most {_MAX_KEYS} in all")
     sizes = np.array([header.expert_bytes[int(number)] for number in layers], dtype=np.int64)
     return RouteTrace(str(file), num_experts, layers, sizes, experts, tokens[1] == 0, tokens[0].copy())
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from routepack_opt.residency.directory import Edit
     from routepack_opt.residency.layout import Layout
     from routepack_opt.residency.observation import Policy
     from routepack_opt.residency.scene import Scene
@@ -176,15 +177,23 @@ def run_policy(
         decide_s = time.thread_time() - begun
         edits = [edit for edit in edits if edit.kind not in ("no-op", "retain")][: policy.max_edits]
         refused = [edit for edit, _ in migrator.submit(edits, window)]
-        done = [edit for edit in edits if edit not in refused]
+        begun_copies, evicted = (
+            sum(is_kind(edit) for edit in edits) - sum(is_kind(edit) for edit in refused)
+            for is_kind in (_copies, _evicts)
+        )
         _add_row(rows, result, token_reads)
-        rows.add(
-            copies=sum(edit.copies for edit in done), evictions=sum(edit.kind == "evict" for edit in done),
-            refused=len(refused), decide_s=decide_s,
-        )  # fmt: skip
+        rows.add(copies=begun_copies, evictions=evicted, refused=len(refused), decide_s=decide_s)
     arrays = {name: np.asarray(values) for name, values in rows.values.items()}
     name, phase = getattr(workload, "name", "windows"), getattr(workload, "phase", "")
     return PolicyRun(policy=policy.name, workload=name, phase=phase, level=level, first_window=first, **arrays)
+
+
+def _copies(edit: Edit) -> bool:
+    return edit.copies
+
+
+def _evicts(edit: Edit) -> bool:
+    return edit.kind == "evict"
 
 
 def serve(simulator: WindowSimulator, policy: Policy, layout: Layout, demand: NDArray[np.int32]) -> NDArray[np.int8]:

@@ -73,3 +73,27 @@ def test_a_disconnected_graph_is_refused_by_name() -> None:
     with pytest.raises(InvalidInput, match="no route from c0 to c1"):
         Hardware.from_package(parse_package(SMALL, "small"))
     assert Hardware.from_package(parse_package(SMALL + SWITCH.format(', "c1"'), "small")).num_links == 4
+
+
+def test_routes_from_io_chiplets_turned_where_xy_does_not() -> None:
+    hardware = Hardware.from_package(Package.load("paper"))
+    for io in range(16, 20):
+        for chiplet in range(16):
+            for ends, inside in (((io, chiplet), slice(1, None)), ((chiplet, io), slice(0, -1))):
+                hops = hardware.link_ends[hardware.route(*ends)][inside]
+                in_row = (hops[:, 0] // 4 == hops[:, 1] // 4).tolist()
+                assert in_row == sorted(in_row, reverse=True), ends  # along the row first
+
+
+def test_packages_too_large_for_tables_of_routes_are_refused() -> None:
+    """1024 chiplets took a minute before anything was printed."""
+    mesh = "mesh = [32, 32]\ncores = 1\n"
+    link = "[mesh_link]\nbandwidth_gbs = 1\nlatency_ns = 1\n[[tier]]"
+    large = SMALL.replace("chiplets = 2\ncores = 1\n", "chiplets = 1024\n" + mesh).replace("[[tier]]", link)
+    with pytest.raises(InvalidInput, match=r"compute.chiplets': 1024 is above 256"):
+        parse_package(large, "large.toml")
+    routers = "".join(
+        f'[[router]]\nname = "r{k}"\nattach = ["c0"]\nbandwidth_gbs = 1\nlatency_ns = 1\n' for k in range(257)
+    )
+    with pytest.raises(InvalidInput, match="257 routers; expected at most 256"):
+        parse_package(SMALL.replace("[[tier]]", routers + "[[tier]]"), "large.toml")

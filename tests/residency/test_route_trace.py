@@ -116,3 +116,10 @@ def test_recorded_traces_and_dumps_are_read(data_dir: Path) -> None:
     assert int((qwen.experts < 0).sum()) == 27 * 6  # the last layer saw only the last prompt token
     law = read_trace(data_dir / "routes" / "dsv2lite_law.npz", num_experts=64, expert_bytes=1)
     assert law.experts.shape == (8327, 26, 6) and int(law.turns[-1]) == 32
+
+
+def test_a_short_file_whose_header_filled_the_memory_is_refused(tmp_path: Path) -> None:
+    header = "".join(f"# layer={layer} expert_bytes=10\n" for layer in range(100))
+    text = f"# route_trace v1\n# n_expert=65536 n_expert_used=1\n{header}{NAMES}0,1,0,0,0,1,0.2,0,1\n"
+    with pytest.raises(FormatError, match="100 layers x 65536 experts; expected at most 4194304 in all"):
+        read_route_csv(write(tmp_path, text))

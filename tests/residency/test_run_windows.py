@@ -134,3 +134,13 @@ def test_source_entropy() -> None:
 
 def test_warmup() -> None:
     warmup()
+
+
+def test_a_copy_asked_for_twice_was_not_counted_at_all() -> None:
+    class Twice(Scripted):
+        def decide(self, view: PolicyView) -> list[Edit]:
+            wanted = super().decide(view)[1]
+            return [wanted, wanted] if len(self.seen) == 1 else []
+
+    run = run_policy(SCENE, WORKLOAD, Twice())
+    assert (run.copies.sum(), run.refused.sum()) == (1, 1) and run.migrated_bytes.sum() > 0
