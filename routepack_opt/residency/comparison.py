@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 PHASES = ("prefill", "decode")
 NUM_WINDOWS = 256
 NUM_BOUNDS = 8
+MAX_SEEDS = 1000
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class Comparison:
         for name, value in (("windows", self.windows), ("seeds", self.seeds)):
             if value < 1:
                 raise InvalidInput(f"{name}: {value} is below 1")
+        if self.seeds > MAX_SEEDS:
+            raise InvalidInput(f"seeds: {self.seeds}; expected at most {MAX_SEEDS}")
         for phase in self.phases:
             if phase not in PHASES:
                 raise InvalidInput(f"phase: {phase!r} is unknown; expected prefill or decode")

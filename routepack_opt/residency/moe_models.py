@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from routepack_opt.model_shapes import model_shape
+from routepack_opt.errors import InvalidInput
+from routepack_opt.files import file_path
+from routepack_opt.model_shapes import PRESETS, model_shape
 
 if TYPE_CHECKING:
     import os
@@ -112,4 +114,8 @@ def moe_model(model: str | os.PathLike[str]) -> MoeModel:
     """
     if isinstance(model, str) and model in _CONFIGS:
         return MoeModel.from_shape(model_shape(_CONFIGS[model]), model)
+    path = file_path(model)
+    if isinstance(model, str) and model not in PRESETS and not path.exists() and path.suffix != ".json":
+        names = ", ".join(dict.fromkeys((*PAPER_MODELS, *PRESETS)))
+        raise InvalidInput(f"model: {model!r} is neither a file nor one of {names}")
     return MoeModel.from_shape(model_shape(model), str(model))

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Phase = Literal["prefill", "decode"]
 WINDOW_TOKENS: dict[str, int] = {"prefill": 2048, "decode": 512}
+_MAX_WINDOWS = 100_000  # hours of simulation; a mistyped number must not run for days
 NUM_WINDOWS = 256
 PROFILE_SHARE = 0.1
 
@@ -229,6 +230,8 @@ def _check(phase: str, num_chiplets: int, num_windows: int, window_tokens: int |
     for name, value in (("num_chiplets", num_chiplets), ("num_windows", num_windows), ("window_tokens", tokens)):
         if value < 1:
             raise InvalidInput(f"{name}: {value} is below 1")
+    if num_windows > _MAX_WINDOWS:
+        raise InvalidInput(f"num_windows: {num_windows} with the profile; expected at most {_MAX_WINDOWS}")
     return tokens
 
 

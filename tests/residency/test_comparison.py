@@ -198,3 +198,8 @@ def test_sweeps_changed_the_demand_of_the_main_table(tmp_path: Path) -> None:
     plain, swept = (_Bench(replace(base, sweeps=sweeps), case) for sweeps in (False, True))
     assert swept.layers[BUDGET] > swept.layers[MAIN] == plain.layers[MAIN]
     assert (plain.demand == swept.demand).all()
+
+
+def test_a_mistyped_number_of_seeds_filled_the_memory() -> None:
+    with pytest.raises(InvalidInput, match="seeds: 1000000000; expected at most 1000"):
+        replace(SMALL, seeds=10**9)

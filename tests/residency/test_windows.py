@@ -104,6 +104,7 @@ def test_refusals() -> None:
     for change, message in (
         ({"window_tokens": 0}, "window_tokens: 0 is below 1"),
         ({"num_windows": 0}, "num_windows: 0 is below 1"),
+        ({"num_windows": 10**8}, "num_windows: 100000000 with the profile; expected at most 100000"),
         ({"layers": [1]}, r"layers: \[1\]; expected positions 0 to 0"),
     ):
         with pytest.raises(InvalidInput, match=message):
