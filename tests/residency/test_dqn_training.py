@@ -79,15 +79,17 @@ def test_scores_in_numpy_are_the_networks(gains: bool) -> None:
 def test_values_are_masked_and_padding_changes_nothing() -> None:
     rng = np.random.default_rng(1)
     network = QNetwork(hidden=16, rng=rng)
-    memory = ReplayMemory(4)
+    memory = ReplayMemory(100)
     short, long = some_candidates(rng, 3), some_candidates(rng, 7)
+    short.edits[0, 1] = long.edits[0, 1] = 0
     memory.add(Transition(short, 0, 1.0, long))
     batch = memory.draw(2, np.random.default_rng(0))
     values = network(torch.from_numpy(batch.next_features), torch.from_numpy(batch.next_legal))
-    assert (torch.isinf(values[0]).numpy() == ~long.legal).all()
+    assert (torch.isinf(values[0]).detach().numpy() == ~long.legal).all()
     alone = network(torch.from_numpy(short.features)[None], torch.from_numpy(short.legal)[None])
     memory.add(Transition(long, 0, 1.0, None))
-    padded = next(b for b in iter(lambda: memory.draw(8, rng), None) if b.features.shape[1] == 7 and not b.ended.all())
+    padded = memory.draw(64, np.random.default_rng(0))
+    assert padded.features.shape[1] == 7 and 0 < padded.ended.sum() < 64
     row = int(np.flatnonzero(~padded.ended)[0])
     found = network(torch.from_numpy(padded.features), torch.from_numpy(padded.legal))[row, :3]
     np.testing.assert_allclose(found.detach().numpy(), alone[0].detach().numpy(), rtol=1e-5)
@@ -113,12 +115,16 @@ def test_the_target_is_double_dqns() -> None:
         assert float(learner._loss(memory.draw(1, rng)).detach()) == pytest.approx(loss, rel=1e-4)
 
 
-def test_the_memory_forgets_the_oldest() -> None:
-    memory, one = ReplayMemory(3), some_candidates(np.random.default_rng(0), 2)
+def test_the_memory_forgets_the_oldest_of_a_kind_and_draws_kinds_evenly() -> None:
+    memory, one = ReplayMemory(15), some_candidates(np.random.default_rng(0), 2)
+    one.edits[:, 1] = (0, 4)
+    memory.add(Transition(one, 1, 9.0))
     for reward in range(5):
         memory.add(Transition(one, 0, float(reward)))
-    assert len(memory) == 3
-    assert set(memory.draw(64, np.random.default_rng(0)).rewards) == {2.0, 3.0, 4.0}
+    assert len(memory) == 4
+    rewards = memory.draw(400, np.random.default_rng(0)).rewards
+    assert set(rewards) == {9.0, 2.0, 3.0, 4.0}
+    assert 150 < (rewards == 9.0).sum() < 250
 
 
 def test_learning_finds_the_better_candidate() -> None:

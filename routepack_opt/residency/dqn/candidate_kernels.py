@@ -21,9 +21,9 @@ KIND, EXPERT, TIER, CHIPLET, SLOT, LEGAL = range(6)
 # what the kernel measures of an edit, in units that do not depend on model or machine
 (
     HOT, VOLATILITY, ENTROPY, COPIES, AGE, SERVED, TARGET_TIER, SOURCE_TIER, TARGET_LOAD, TARGET_BANK, SOURCE_LOAD,
-    SOURCE_BANK, DISTANCE, OTHERS, FREE, SCARCITY, COPY_COST, GAIN, PEAK_GAIN,
-) = range(19)  # fmt: skip
-NUM_MEASURES = 19
+    SOURCE_BANK, DISTANCE, OTHERS, FREE, SCARCITY, COPY_COST, GAIN, PEAK_GAIN, ROOM_GAIN,
+) = range(20)  # fmt: skip
+NUM_MEASURES = 20
 
 
 @kernel
@@ -185,9 +185,9 @@ def layer_edits(  # type: ignore[no-untyped-def]
     """Candidate edits of one layer on its forecast demand int32 [E, C].
 
     Parameters: replicas tiers, chiplets, ages [E, R] (ages in windows); busy [E]: a copy of the expert is under way or
-    was retained; hot, volatility, entropy [E]; free [G] bytes; budget bytes left; least_age A_min; scarcity [T];
-    weights [3] of the map. Fills edits int64 [MAX_EDITS, 6], measures float64 [MAX_EDITS, NUM_MEASURES] and times [2]:
-    soft and peak seconds as it is. Returns the number of edits, 0 without demand.
+    was retained; hot, volatility, entropy [E]; free [G] bytes, below 0 where no expert ever fits; budget bytes left;
+    least_age A_min; scarcity [T]; weights [3] of the map. Fills edits int64 [MAX_EDITS, 6], measures float64
+    [MAX_EDITS, NUM_MEASURES] and times [2]: soft and peak seconds as it is. Returns how many, 0 without demand.
     """
     num_experts, num_slots = tiers.shape
     num_tiers, num_chiplets = tables.region_of.shape
@@ -215,8 +215,10 @@ def layer_edits(  # type: ignore[no-untyped-def]
 
     # what may come: the experts that press, each to its best places, with and without its idlest replica leaving
     count = 0
+    roomy = free.max() >= tables.expert_bytes[0]
     pressing(tables, demand, tiers, chiplets, slots, scale, chip_s, region_s, push)
-    for i in range(largest(push, experts)):
+    num_pressing = largest(push, experts)
+    for i in range(num_pressing):
         e = experts[i]
         idlest = -1
         for slot in range(num_slots):
@@ -227,9 +229,9 @@ def layer_edits(  # type: ignore[no-untyped-def]
         serve_expert(tables, 0, -1.0, demand[e], tiers[e], chiplets[e], slots[e], chip_s, region_s)
         place_scores(tables, demand[e], tiers[e], chiplets[e], scale, chip_s, region_s, scarcity, parts, scores)
         serve_expert(tables, 0, 1.0, demand[e], tiers[e], chiplets[e], slots[e], chip_s, region_s)
-        for at in range(len(scores)):  # full regions would crowd out places with room
+        for at in range(len(scores)):  # full regions would crowd out places with room, where there are any
             g = tables.region_of[at // num_chiplets, at % num_chiplets]
-            if g >= 0 and free[g] < tables.expert_bytes[0]:
+            if g >= 0 and (free[g] < 0.0 or (roomy and free[g] < tables.expert_bytes[0])):
                 scores[at] = -np.inf
         for j in range(largest(scores, targets)):
             tier, chiplet = targets[j] // num_chiplets, targets[j] % num_chiplets
@@ -274,7 +276,47 @@ def layer_edits(  # type: ignore[no-untyped-def]
             weights, slots, served, scale, mean_hot, chip_s, region_s, trial_s, trial, scratch, scores, parts,
             new_tiers, new_chiplets, times, edits[k], measures[k],
         )  # fmt: skip
+        if edits[k, KIND] == EVICT and not (roomy and budget >= tables.expert_bytes[0]):
+            measures[k, ROOM_GAIN] = room_gain(
+                tables, demand, tiers, chiplets, busy, weights, slots, scale, chip_s, region_s, trial_s, trial, scratch,
+                new_tiers, new_chiplets, times, edits[k], experts[:num_pressing],
+            )  # fmt: skip
     return count
+
+
+@kernel
+def room_gain(  # type: ignore[no-untyped-def]
+    tables, demand, tiers, chiplets, busy, weights, slots, scale, chip_s, region_s, trial_s, trial, scratch, new_tiers,
+    new_chiplets, times, edit, experts,
+):  # fmt: skip
+    """Best gain of one more replica of a pressing expert in the room that an eviction makes; at least 0."""
+    num_chiplets, num_slots = demand.shape[1], tiers.shape[1]
+    tier, region = edit[TIER], tables.region_of[edit[TIER], edit[CHIPLET]]
+    best = 0.0
+    for i in range(len(experts)):
+        e = experts[i]
+        if e == edit[EXPERT] or busy[e] or tiers[e, num_slots - 1] >= 0:
+            continue
+        place = -1
+        for c in range(num_chiplets):
+            here = False
+            for slot in range(num_slots):
+                here |= tiers[e, slot] >= 0 and chiplets[e, slot] == c
+            if tables.region_of[tier, c] == region and not here and (place < 0 or chip_s[c] < chip_s[place]):
+                place = c
+        if place < 0:
+            continue
+        serve_expert(tables, 0, -1.0, demand[e], tiers[e], chiplets[e], slots[e], chip_s, region_s)
+        replace_slot(tiers[e], chiplets[e], -1, tier, place, new_tiers, new_chiplets)
+        split_expert(
+            tables, 0, demand[e], new_tiers, new_chiplets, weights, scale, False, chip_s, region_s, trial_s, trial,
+            scratch,
+        )  # fmt: skip
+        serve_expert(tables, 0, 1.0, demand[e], new_tiers, new_chiplets, scratch, chip_s, region_s)
+        best = max(best, (times[0] - soft_seconds(scale, chip_s, region_s)) / times[0])
+        serve_expert(tables, 0, -1.0, demand[e], new_tiers, new_chiplets, scratch, chip_s, region_s)
+        serve_expert(tables, 0, 1.0, demand[e], tiers[e], chiplets[e], slots[e], chip_s, region_s)
+    return best
 
 
 @kernel

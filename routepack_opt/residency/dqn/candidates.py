@@ -29,8 +29,9 @@ FEATURES = (
     "distance to replicas", "free capacity", "tier scarcity", "copy cost", "windows unused", "budget left",
     "load pressure", "link pressure", "bank pressure", "tier pressure", "migration pressure", "layer share",
     "memory share", "layer imbalance", "copies under way", "predicted gain", "predicted peak gain",
+    "gain made room for",
 )  # fmt: skip
-NUM_GAINS = 2  # the last columns: what the stage model predicts; a network may be trained without them
+NUM_GAINS = 3  # the last columns: what the stage model predicts; a network may be trained without them
 _MEASURES = FEATURES.index("hotness")
 _UNUSED = FEATURES.index("windows unused")
 _GAIN = len(FEATURES) - NUM_GAINS
@@ -152,6 +153,7 @@ class CandidateMaker:
         scarcity = 1.0 - np.bincount(scene.hardware.region_tier, weights=free, minlength=scene.num_tiers) / np.maximum(
             self._room, 1.0
         )
+        free[scene.region_room < scene.expert_bytes[layer]] = -1.0  # an expert never fits there
         hot = hotness.hot[layer]
         times = np.zeros(2)
         tiers, chiplets = layout.tier[layer], layout.chiplet[layer]

@@ -16,7 +16,7 @@ import torch
 import routepack_opt
 from routepack_opt.errors import FormatError, InvalidInput
 from routepack_opt.files import atomic_writer, file_path, read_json
-from routepack_opt.integrations.torch_moe.tensor_file import read_header, read_range, write_tensors
+from routepack_opt.integrations.torch_moe.checkpoint.tensor_file import read_header, read_range, write_tensors
 from routepack_opt.residency.dqn.candidates import FEATURES
 from routepack_opt.residency.dqn.network import QNetwork
 from routepack_opt.residency.dqn.settings import Settings

@@ -1,4 +1,4 @@
-"""Replay memory: transitions of the last steps, drawn evenly with a generator of its own."""
+"""Replay memory: the last transitions of every kind of edit, drawn evenly over kinds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+
+from routepack_opt.residency.dqn.candidates import KINDS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -47,29 +49,34 @@ class Batch:
 
 
 class ReplayMemory:
-    """The last ``capacity`` transitions; older ones are overwritten."""
+    """The last transitions of each kind of edit: copies, which outnumber all else, leave the others their room."""
 
     def __init__(self, capacity: int) -> None:
-        """``capacity`` at least 1."""
-        self.capacity = capacity
-        self._rows: list[Transition] = []
-        self._next = 0
+        """``capacity`` of all kinds together; each gets an even share, at least 1."""
+        self._share = max(1, capacity // len(KINDS))
+        self._kinds: dict[str, list[Transition]] = {}
+        self._next: dict[str, int] = {}
 
     def __len__(self) -> int:
         """Transitions held."""
-        return len(self._rows)
+        return sum(len(rows) for rows in self._kinds.values())
 
     def add(self, transition: Transition) -> None:
-        """Take one in."""
-        if len(self._rows) < self.capacity:
-            self._rows.append(transition)
+        """Take one in; the oldest of its kind goes when there are too many."""
+        kind = transition.before.kind(transition.row)
+        rows, at = self._kinds.setdefault(kind, []), self._next.get(kind, 0)
+        if len(rows) < self._share:
+            rows.append(transition)
         else:
-            self._rows[self._next] = transition
-        self._next = (self._next + 1) % self.capacity
+            rows[at] = transition
+        self._next[kind] = (at + 1) % self._share
 
     def draw(self, count: int, rng: np.random.Generator) -> Batch:
-        """``count`` transitions, with replacement."""
-        drawn = [self._rows[i] for i in rng.integers(len(self._rows), size=count)]
+        """``count`` transitions, with replacement: a kind, then one of it, all alike."""
+        kinds = list(self._kinds.values())
+        drawn = []
+        for kind in rng.integers(len(kinds), size=count):
+            drawn.append(kinds[kind][int(rng.integers(len(kinds[kind])))])
         features, legal = _padded([t.before for t in drawn])
         next_features, next_legal = _padded([t.after if t.after is not None else t.before for t in drawn])
         return Batch(

@@ -64,9 +64,9 @@ class Settings:
         Windows that the counterfactual is averaged over (1: the paper's).
     gains
         Whether the network sees the stage model's predicted gains.
-    hidden, learning_rate, batch, memory, warmup_steps, target_steps
-        Width; of Adam; transitions of an update, held, before the first update; updates between copies to the target
-        network. The learning rate falls to a twentieth, evenly.
+    hidden, learning_rate, batch, memory, updates, warmup_steps, target_steps
+        Width; of Adam; transitions of an update, held; updates a step; transitions before the first update; updates
+        between copies to the target network. The learning rate falls to a twentieth, evenly.
     side
         Legal copies not taken whose reward is measured too, each window; the memory gets them with the next window of
         the one taken. The offline simulator makes them nearly free.
@@ -93,6 +93,7 @@ class Settings:
     batch: int = 32
     memory: int = 8192
     side: int = 3
+    updates: int = 2
     warmup_steps: int = 200
     target_steps: int = 200
     epsilon_first: float = 1.0

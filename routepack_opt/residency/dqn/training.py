@@ -155,7 +155,8 @@ class TrainingPolicy:
         self._maker.chosen(candidates, row, view.window)
         learner.rewards.append(reward)
         learner.kinds[candidates.kind(row)] = learner.kinds.get(candidates.kind(row), 0) + 1
-        learner.update()
+        for _ in range(settings.updates):
+            learner.update()
         learner.steps += 1
         return [candidates.edit(row)]
 
