@@ -102,36 +102,40 @@ def pressing(tables, demand, tiers, chiplets, slots, scale, chip_s, region_s, pu
 
 
 @kernel
-def place_scores(tables, demand, tiers, chiplets, scale, chip_s, region_s, scarcity, parts, scores):  # type: ignore[no-untyped-def]
+def travel_parts(tables, demand, tiers, chiplets, scale, chiplet):  # type: ignore[no-untyped-def]
+    """Source distance of a replica at a chiplet and its distance to the expert's replicas, in units of 1 / scale."""
+    links = max(len(tables.link_bandwidth), 1)
+    total, away, near = 0.0, 0.0, np.inf
+    for s in range(len(demand)):
+        total += demand[s]
+        inverse = tables.route_inverse[s, chiplet] + tables.route_inverse[chiplet, s]
+        away += demand[s] * tables.token_bytes * inverse
+    for slot in range(len(tiers)):
+        if tiers[slot] >= 0:
+            near = min(near, tables.route_inverse[chiplets[slot], chiplet] * tables.token_bytes * total)
+    return scale * away / links, scale * near / links
+
+
+@kernel
+def place_scores(tables, demand, tiers, chiplets, scale, chip_s, region_s, scarcity, scores):  # type: ignore[no-untyped-def]
     """Location scores of one expert's next replica, [T * C], negated so that the best is the largest; -inf: no place.
 
     Terms in units of the layer's time: source distance + chiplet queue + bank use + tier scarcity - distance to its
-    other replicas. parts [T * C, 2] gets the first and the last.
+    other replicas.
     """
     num_tiers, num_chiplets = tables.region_of.shape
     total = 0.0
     for c in range(num_chiplets):
         total += demand[c]
-    links = len(tables.link_bandwidth)
-    for t in range(num_tiers):
-        for c in range(num_chiplets):
-            at = t * num_chiplets + c
+    for c in range(num_chiplets):
+        away, near = travel_parts(tables, demand, tiers, chiplets, scale, c)
+        queue = scale * (chip_s[c] + 0.5 * total * tables.expert_ops / tables.chiplet_ops[c])
+        for t in range(num_tiers):
             g = tables.region_of[t, c]
-            scores[at] = -np.inf
-            if g < 0:
-                continue
-            away = 0.0
-            for s in range(num_chiplets):
-                away += demand[s] * tables.token_bytes * (tables.route_inverse[s, c] + tables.route_inverse[c, s])
-            near = np.inf
-            for slot in range(len(tiers)):
-                if tiers[slot] >= 0:
-                    near = min(near, tables.route_inverse[chiplets[slot], c] * tables.token_bytes * total)
-            parts[at, 0] = scale * away / max(links, 1)
-            parts[at, 1] = scale * near / max(links, 1)
-            queue = scale * (chip_s[c] + 0.5 * total * tables.expert_ops / tables.chiplet_ops[c])
-            bank = scale * (region_s[g] + tables.expert_bytes[0] / tables.region_bandwidth[g])
-            scores[at] = parts[at, 1] - parts[at, 0] - queue - bank - 0.1 * scarcity[t]
+            scores[t * num_chiplets + c] = -np.inf
+            if g >= 0:
+                bank = scale * (region_s[g] + tables.expert_bytes[0] / tables.region_bandwidth[g])
+                scores[t * num_chiplets + c] = near - away - queue - bank - 0.1 * scarcity[t]
 
 
 @kernel
@@ -195,7 +199,7 @@ def layer_edits(  # type: ignore[no-untyped-def]
     trial_s, trial = np.zeros(num_chiplets), np.zeros(num_chiplets, dtype=np.int8)
     scratch = np.zeros(num_chiplets, dtype=np.int8)
     slots, served = np.zeros((num_experts, num_chiplets), dtype=np.int8), np.zeros((num_experts, num_slots))
-    scores, parts = np.zeros(num_tiers * num_chiplets), np.zeros((num_tiers * num_chiplets, 2))
+    scores = np.zeros(num_tiers * num_chiplets)
     experts, targets = np.zeros(MAX_EXPERTS, dtype=np.int64), np.zeros(MAX_TARGETS, dtype=np.int64)
     stale, cold = np.zeros(MAX_STALE, dtype=np.int64), np.zeros(MAX_COLD, dtype=np.int64)
     values, push = np.zeros(num_experts * num_slots), np.zeros(num_experts)
@@ -227,7 +231,7 @@ def layer_edits(  # type: ignore[no-untyped-def]
             ):
                 idlest = slot
         serve_expert(tables, 0, -1.0, demand[e], tiers[e], chiplets[e], slots[e], chip_s, region_s)
-        place_scores(tables, demand[e], tiers[e], chiplets[e], scale, chip_s, region_s, scarcity, parts, scores)
+        place_scores(tables, demand[e], tiers[e], chiplets[e], scale, chip_s, region_s, scarcity, scores)
         serve_expert(tables, 0, 1.0, demand[e], tiers[e], chiplets[e], slots[e], chip_s, region_s)
         for at in range(len(scores)):  # full regions would crowd out places with room, where there are any
             g = tables.region_of[at // num_chiplets, at % num_chiplets]
@@ -273,7 +277,7 @@ def layer_edits(  # type: ignore[no-untyped-def]
     for k in range(count):
         measure_edit(
             tables, demand, tiers, chiplets, ages, busy, hot, volatility, entropy, free, budget, least_age, scarcity,
-            weights, slots, served, scale, mean_hot, chip_s, region_s, trial_s, trial, scratch, scores, parts,
+            weights, slots, served, scale, mean_hot, chip_s, region_s, trial_s, trial, scratch,
             new_tiers, new_chiplets, times, edits[k], measures[k],
         )  # fmt: skip
         if edits[k, KIND] == EVICT and not (roomy and budget >= tables.expert_bytes[0]):
@@ -322,8 +326,8 @@ def room_gain(  # type: ignore[no-untyped-def]
 @kernel
 def measure_edit(  # type: ignore[no-untyped-def]
     tables, demand, tiers, chiplets, ages, busy, hot, volatility, entropy, free, budget, least_age, scarcity, weights,
-    slots, served, scale, mean_hot, chip_s, region_s, trial_s, trial, scratch, scores, parts, new_tiers, new_chiplets,
-    times, edit, out,
+    slots, served, scale, mean_hot, chip_s, region_s, trial_s, trial, scratch, new_tiers, new_chiplets, times,
+    edit, out,
 ):  # fmt: skip
     """Fill the legality of one edit and its measures out [NUM_MEASURES]; loads are left as found but for rounding."""
     num_tiers, num_chiplets = tables.region_of.shape
@@ -360,10 +364,9 @@ def measure_edit(  # type: ignore[no-untyped-def]
         out[TARGET_TIER] = tier / deepest
         out[TARGET_LOAD] = chip_s[chiplet] * scale
         out[TARGET_BANK] = region_s[g] * scale
-        place_scores(tables, demand[e], tiers[e], chiplets[e], scale, chip_s, region_s, scarcity, parts, scores)
-        at = tier * num_chiplets + chiplet
-        out[DISTANCE] = min(parts[at, 0], 4.0)
-        out[OTHERS] = min(parts[at, 1], 4.0)
+        away, near = travel_parts(tables, demand[e], tiers[e], chiplets[e], scale, chiplet)
+        out[DISTANCE] = min(away, 4.0)
+        out[OTHERS] = min(near, 4.0)
         out[FREE] = min(free[g] / tables.expert_bytes[0], 8.0) / 8.0
         out[SCARCITY] = scarcity[tier]
         slowest = tables.region_bandwidth[g]
