@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.residency.event import EventModel
-from routepack_opt.residency.layout import Layout
-from routepack_opt.residency.mapping import FAST, assign
-from routepack_opt.residency.scene import Scene, build_scene
-from routepack_opt.residency.simulate_window import warmup
-from routepack_opt.residency.stage import StageModel
+from routepack_opt.residency.machine.scene import Scene, build_scene
+from routepack_opt.residency.mapping.mapping import FAST, assign
+from routepack_opt.residency.simulator.event import EventModel
+from routepack_opt.residency.simulator.layout import Layout
+from routepack_opt.residency.simulator.simulate_window import warmup
+from routepack_opt.residency.simulator.stage import StageModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable

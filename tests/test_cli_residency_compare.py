@@ -75,7 +75,8 @@ def test_list_policies(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_interrupted_run_says_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from routepack_opt.residency import comparison_case, run_windows
+    from routepack_opt.residency.comparison import case as comparison_case
+    from routepack_opt.residency.control import run_windows
 
     real, calls = run_windows.run_policy, []
 
@@ -117,7 +118,7 @@ def test_refusals_are_one_line(
 
 
 def test_a_model_that_fits_nowhere_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from routepack_opt.residency import package_file
+    from routepack_opt.residency.machine import package_file
 
     text = (Path(package_file.__file__).parent / "presets" / "paper.toml").read_text()
     path = tmp_path / "small.toml"

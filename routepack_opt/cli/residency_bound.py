@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import argparse
 
     from routepack_opt.models.residency_gaps import BoundReport
-    from routepack_opt.residency.scene import Scene
-    from routepack_opt.residency.windows import Workload
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.traces.windows import Workload
 
 DESCRIPTION = """\
 Bound the routed time of single windows from below, over every layout within the capacities and
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Build, bound, run, print."""
     from routepack_opt.models.residency_gaps import bound_report
-    from routepack_opt.residency.comparison_case import Case, workload_of
-    from routepack_opt.residency.policy_registry import REGISTRY, find_policies
-    from routepack_opt.residency.scene import build_scene
+    from routepack_opt.residency.comparison.case import Case, workload_of
+    from routepack_opt.residency.control.policy_registry import REGISTRY, find_policies
+    from routepack_opt.residency.machine.scene import build_scene
 
     if options.policies is None:
         names = [entry.name for entry in REGISTRY.values() if entry.group in ("static", "fixed", "ours")]

@@ -14,8 +14,8 @@ from routepack_opt.cli.arguments import integer
 from routepack_opt.cli.output import plural, print_json, table
 
 if TYPE_CHECKING:
-    from routepack_opt.residency.comparison import Comparison
-    from routepack_opt.residency.comparison_summary import Line, Record
+    from routepack_opt.residency.comparison.run import Comparison
+    from routepack_opt.residency.comparison.summary import Line, Record
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def _names(text: str) -> list[str]:
 
 def run(options: argparse.Namespace) -> int:
     """Run, write, print."""
-    from routepack_opt.residency.comparison import run_comparison
+    from routepack_opt.residency.comparison.run import run_comparison
 
     if options.list_policies:
         return _list(options)
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from routepack_opt.residency.policy_registry import REGISTRY
+    from routepack_opt.residency.control.policy_registry import REGISTRY
 
     entries = REGISTRY.values()
     if options.json:
@@ -111,9 +111,9 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _comparison(options: argparse.Namespace) -> Comparison:
-    from routepack_opt.residency.comparison import Comparison
-    from routepack_opt.residency.moe_models import PAPER_MODELS
-    from routepack_opt.residency.policy_registry import REGISTRY, default_policies
+    from routepack_opt.residency.comparison.run import Comparison
+    from routepack_opt.residency.control.policy_registry import REGISTRY, default_policies
+    from routepack_opt.residency.machine.moe_models import PAPER_MODELS
 
     policies: tuple[str, ...] = tuple(options.policies)
     if policies == ("default",):
@@ -178,8 +178,8 @@ def _report(
 def _document(comparison: Comparison, records: list[Record], seconds: float) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from routepack_opt.residency.comparison_summary import headline
-    from routepack_opt.residency.paper_figures import figures
+    from routepack_opt.residency.comparison.paper_figures import figures
+    from routepack_opt.residency.comparison.summary import headline
 
     lines = {
         level: {phase: [asdict(line) for line in headline(records, phase, level)] for phase in comparison.phases}
@@ -194,7 +194,7 @@ def _document(comparison: Comparison, records: list[Record], seconds: float) -> 
 
 
 def _print_scopes(records: list[Record]) -> None:
-    from routepack_opt.residency.comparison_sweeps import MAIN
+    from routepack_opt.residency.comparison.sweeps import MAIN
 
     for scope in dict.fromkeys(r["scope"] for r in records if r.get("table") == MAIN and "scope" in r):
         print(scope)
@@ -202,7 +202,7 @@ def _print_scopes(records: list[Record]) -> None:
 
 
 def _print_headline(records: list[Record], phase: str, level: str) -> None:
-    from routepack_opt.residency.comparison_summary import headline
+    from routepack_opt.residency.comparison.summary import headline
 
     lines = headline(records, phase, level)
     if lines:
@@ -235,7 +235,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _print_figures(records: list[Record]) -> None:
-    from routepack_opt.residency.paper_figures import figures
+    from routepack_opt.residency.comparison.paper_figures import figures
 
     rows = [["figure of the paper", "phase", "paper", "ours", ""]]
     for figure in figures(records):

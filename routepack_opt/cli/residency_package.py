@@ -11,11 +11,11 @@ from routepack_opt.cli.output import table
 if TYPE_CHECKING:
     import argparse
 
-    from routepack_opt.residency.package import Package
-    from routepack_opt.residency.route_trace import RouteTrace
-    from routepack_opt.residency.run_windows import PolicyRun
-    from routepack_opt.residency.scene import Scene
-    from routepack_opt.residency.windows import Workload
+    from routepack_opt.residency.control.run_windows import PolicyRun
+    from routepack_opt.residency.machine.package import Package
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.traces.route_trace import RouteTrace
+    from routepack_opt.residency.traces.windows import Workload
 
 _GIB = 1 << 30
 _HIDDEN = 2048  # of a trace without --model: its expert sizes say the product of hidden and expert width only
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def show_package(options: argparse.Namespace) -> dict[str, Any]:
     """Description of the package, and the scope when there is a model."""
-    from routepack_opt.residency.package import Package
-    from routepack_opt.residency.scene import build_scene
+    from routepack_opt.residency.machine.package import Package
+    from routepack_opt.residency.machine.scene import build_scene
 
     package = Package.load(options.package or "paper")
     shown: dict[str, Any] = {"package": package.name, "describe": package.describe().splitlines()}
@@ -55,9 +55,9 @@ def simulate(options: argparse.Namespace, trace: RouteTrace | None, policy: str)
     InvalidInput
         Neither trace nor model, or a trace of another model.
     """
-    from routepack_opt.residency.package import Package
-    from routepack_opt.residency.policy_registry import find_policies
-    from routepack_opt.residency.run_windows import run_policy
+    from routepack_opt.residency.control.policy_registry import find_policies
+    from routepack_opt.residency.control.run_windows import run_policy
+    from routepack_opt.residency.machine.package import Package
 
     (entry,) = find_policies([policy])
     scene, workload = _scene_and_workload(options, Package.load(options.package), trace)
@@ -72,9 +72,9 @@ def _scene_and_workload(
     options: argparse.Namespace, package: Package, trace: RouteTrace | None
 ) -> tuple[Scene, Workload]:
     from routepack_opt.errors import InvalidInput
-    from routepack_opt.residency.comparison_case import Case, workload_of
-    from routepack_opt.residency.scene import build_scene, scene_of
-    from routepack_opt.residency.windows import trace_workload
+    from routepack_opt.residency.comparison.case import Case, workload_of
+    from routepack_opt.residency.machine.scene import build_scene, scene_of
+    from routepack_opt.residency.traces.windows import trace_workload
 
     total = -(-options.windows * 10 // 9)  # the first tenth is the profile
     if trace is None:
@@ -103,7 +103,7 @@ def _scene_and_workload(
 
 
 def _document(scene: Scene, workload: Workload, run: PolicyRun, seconds: float) -> dict[str, Any]:
-    from routepack_opt.residency.stage import STAGES
+    from routepack_opt.residency.simulator.stage import STAGES
 
     accesses, hits = int(run.reads.sum()), int(run.reads[:, :-1].sum())
     tiers = scene.hardware.tier_names

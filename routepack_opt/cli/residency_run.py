@@ -13,8 +13,8 @@ from routepack_opt.cli.output import print_json, table
 if TYPE_CHECKING:
     import argparse
 
-    from routepack_opt.residency.cache_replay import CacheResult
-    from routepack_opt.residency.route_trace import RouteTrace
+    from routepack_opt.residency.cache.replay import CacheResult
+    from routepack_opt.residency.traces.route_trace import RouteTrace
 
 POLICY_NAMES = ("lru", "lfu", "pinned", "static", "ours", "belady")
 _MIB = 1 << 20
@@ -138,7 +138,7 @@ def _names(options: argparse.Namespace) -> tuple[str, ...]:
     """Policies that can be asked for."""
     if options.package is None:
         return (*POLICY_NAMES, "all")
-    from routepack_opt.residency.policy_registry import REGISTRY
+    from routepack_opt.residency.control.policy_registry import REGISTRY
 
     if _has_capacity(options):  # both: those that are a cache's and a machine's
         return tuple(name for name in POLICY_NAMES if name == "ours" or name in REGISTRY)
@@ -146,7 +146,7 @@ def _names(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _simulate(options: argparse.Namespace, trace: RouteTrace | None) -> list[dict[str, Any]]:
-    from routepack_opt.residency.policy_registry import OURS, default_policies
+    from routepack_opt.residency.control.policy_registry import OURS, default_policies
 
     chosen: tuple[str, ...] = (OURS if options.policy == "ours" else options.policy,)
     if options.policy == "all":
@@ -155,13 +155,13 @@ def _simulate(options: argparse.Namespace, trace: RouteTrace | None) -> list[dic
 
 
 def _read(options: argparse.Namespace) -> RouteTrace:
-    from routepack_opt.residency.token_trace import read_trace
+    from routepack_opt.residency.traces.token_trace import read_trace
     from routepack_opt.routes import parse_layer_ranges
 
     num_experts, expert_bytes = options.num_experts, options.expert_bytes
     if options.model is not None and options.package is not None:
-        from routepack_opt.residency.moe_models import moe_model
-        from routepack_opt.residency.package import Package
+        from routepack_opt.residency.machine.moe_models import moe_model
+        from routepack_opt.residency.machine.package import Package
 
         model = moe_model(options.model)
         num_experts = num_experts or model.num_experts
@@ -178,8 +178,8 @@ def _read(options: argparse.Namespace) -> RouteTrace:
 
 def _replay(options: argparse.Namespace, trace: RouteTrace) -> list[tuple[CacheResult, dict[str, Any]]]:
     """Each policy through the cache, and its document."""
-    from routepack_opt.residency.cache_events import event_trace
-    from routepack_opt.residency.cache_replay import replay_cache
+    from routepack_opt.residency.cache.events import event_trace
+    from routepack_opt.residency.cache.replay import replay_cache
 
     if options.capacity_mib is not None:
         capacity = int(options.capacity_mib * _MIB)

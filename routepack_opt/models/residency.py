@@ -19,7 +19,7 @@ from routepack_opt.models.residency_choice import Options, choice_bound
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.machine.scene import Scene
 
 _MARGIN = 1e-9  # relative: floors repeat the stage-level model's arithmetic in another order
 

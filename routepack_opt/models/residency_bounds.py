@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.machine.scene import Scene
 
 
 class TierFloors(NamedTuple):

@@ -22,8 +22,8 @@ from routepack_opt.solvers.integer_program import IntegerProgram, ProgramResult,
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.simulator.layout import Layout
 
 ENGINES = ("cp-sat", "highs")
 _UNITS = 10**8  # integer units the bound over all layouts is measured in
@@ -103,7 +103,7 @@ def solve_window_exact(
 
 def _checked(program: WindowProgram, result: ProgramResult, runtime_s: float) -> ExactWindow:
     """Evaluate the engine's answer by the stage-level model and translate its bound to seconds."""
-    from routepack_opt.residency.stage import StageModel
+    from routepack_opt.residency.simulator.stage import StageModel
 
     status, note, layout, slots, objective = result.status, result.note, None, None, math.inf
     if result.values is not None and program.program.broken_row(result.values) is not None:
@@ -236,7 +236,7 @@ class WindowProgram:
         Infeasible
             The answer breaks a rule of the layout.
         """
-        from routepack_opt.residency.layout import Layout
+        from routepack_opt.residency.simulator.layout import Layout
 
         scene = self.scene
         layout = Layout(scene) if self.given is None else self.given

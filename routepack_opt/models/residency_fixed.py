@@ -18,8 +18,8 @@ from routepack_opt.models.residency_rows import NUM_STAGES, LayerRows, layer_row
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.simulator.layout import Layout
 
 _MARGIN = 1e-9  # relative
 

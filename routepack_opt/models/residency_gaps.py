@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.policy_registry import Entry
-    from routepack_opt.residency.run_windows import PolicyRun
-    from routepack_opt.residency.scene import Scene
-    from routepack_opt.residency.windows import Workload
+    from routepack_opt.residency.control.policy_registry import Entry
+    from routepack_opt.residency.control.run_windows import PolicyRun
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.simulator.layout import Layout
+    from routepack_opt.residency.traces.windows import Workload
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class RecordedPolicy:
 
     def serve(self, tables: Any, layout: Layout, demand: NDArray[np.int32]) -> NDArray[np.int8]:
         """Slots by the policy's own rule."""
-        from routepack_opt.residency.balance_map import balance_map
-        from routepack_opt.residency.mapping import assign
+        from routepack_opt.residency.mapping.balance_map import balance_map
+        from routepack_opt.residency.mapping.mapping import assign
 
         if self._window in self._wanted:
             self.layouts[self._window] = layout.copy()
@@ -120,7 +120,7 @@ def bound_report(
     progress
         Called with a line before each step.
     """
-    from routepack_opt.residency.run_windows import run_policy, start_of
+    from routepack_opt.residency.control.run_windows import run_policy, start_of
 
     tell = progress or (lambda _: None)
     first = workload.profile_windows if first_window is None else first_window

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.machine.scene import Scene
 
 DISPATCH, QUEUE, WORK, GATHER = range(4)  # WORK: the larger of memory and compute
 NUM_STAGES = 4

@@ -13,10 +13,10 @@ from routepack_opt.errors import MissingDependency
 from routepack_opt.files import atomic_writer, write_json
 from routepack_opt.report import html
 from routepack_opt.report.residency_text import defaults_of, findings
-from routepack_opt.residency import comparison_summary as summary
-from routepack_opt.residency.comparison_sweeps import ABLATION, BUDGET, CAPACITY, COLD, MAIN
-from routepack_opt.residency.paper_figures import Figure, figures
-from routepack_opt.residency.policy_registry import OURS, STATIC
+from routepack_opt.residency.comparison import summary as summary
+from routepack_opt.residency.comparison.paper_figures import Figure, figures
+from routepack_opt.residency.comparison.sweeps import ABLATION, BUDGET, CAPACITY, COLD, MAIN
+from routepack_opt.residency.control.policy_registry import OURS, STATIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from routepack_opt.residency.comparison import Comparison
+    from routepack_opt.residency.comparison.run import Comparison
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +202,7 @@ def _drawings(comparison: Comparison, records: Sequence[Record]) -> str:
 
 def _heat_maps(comparison: Comparison, records: Sequence[Record]) -> list[tuple[Axes, str, str]]:
     from routepack_opt.report import residency_plots as plots
-    from routepack_opt.residency.hardware import Hardware
+    from routepack_opt.residency.machine.hardware import Hardware
 
     hardware = Hardware.from_package(comparison.machine)
     regions = [

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from routepack_opt.report.figures import INK, SOFT, colours, finish, markers, new_axes
-from routepack_opt.residency import comparison_summary as summary
-from routepack_opt.residency import paper_figures as paper
-from routepack_opt.residency.comparison_sweeps import ABLATION, BUDGET, CAPACITY, COLD
-from routepack_opt.residency.policy_registry import OURS, SIGNALS, STATIC
+from routepack_opt.residency.comparison import paper_figures as paper
+from routepack_opt.residency.comparison import summary as summary
+from routepack_opt.residency.comparison.sweeps import ABLATION, BUDGET, CAPACITY, COLD
+from routepack_opt.residency.control.policy_registry import OURS, SIGNALS, STATIC
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from routepack_opt.residency import comparison_summary as summary
-from routepack_opt.residency.paper_figures import order_sentence
-from routepack_opt.residency.policy_registry import OURS, REGISTRY, STATIC
+from routepack_opt.residency.comparison import summary as summary
+from routepack_opt.residency.comparison.paper_figures import order_sentence
+from routepack_opt.residency.control.policy_registry import OURS, REGISTRY, STATIC
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from routepack_opt.residency.comparison import Comparison
-    from routepack_opt.residency.paper_figures import Figure
+    from routepack_opt.residency.comparison.paper_figures import Figure
+    from routepack_opt.residency.comparison.run import Comparison
 
 Record = dict[str, Any]
 _SHOWN_BASES = (STATIC, "hydra", "moentwine", "pimoe", summary.STRONGEST)
@@ -56,9 +56,9 @@ def _worse_than_static(runs: Sequence[Record], phase: str) -> list[str]:
 
 def defaults_of(comparison: Comparison) -> list[tuple[str, str]]:
     """(name, text) of every setting: the comparison's, the generator's, the policies' parameters."""
-    from routepack_opt.residency.generator import CALIBRATIONS, DEFAULT_CONFIG
-    from routepack_opt.residency.hotness import KEEP
-    from routepack_opt.residency.windows import PROFILE_SHARE, WINDOW_TOKENS
+    from routepack_opt.residency.control.hotness import KEEP
+    from routepack_opt.residency.traces.generator import CALIBRATIONS, DEFAULT_CONFIG
+    from routepack_opt.residency.traces.windows import PROFILE_SHARE, WINDOW_TOKENS
 
     tokens = ", ".join(f"{phase} {count}" for phase, count in WINDOW_TOKENS.items())
     rows = [

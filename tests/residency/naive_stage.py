@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.residency.layout import Layout
+from routepack_opt.residency.simulator.layout import Layout
 
 if TYPE_CHECKING:
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.machine.scene import Scene
 
 
 def random_layout(scene: Scene, rng: np.random.Generator, copies: float = 1.3) -> Layout:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from trace_files import random_trace
 
 from routepack_opt.residency import read_trace, replay_cache, trace_from_routes
-from routepack_opt.residency.cache_controller import ORDERS, control
-from routepack_opt.residency.cache_events import event_trace
-from routepack_opt.residency.route_trace import RouteTrace
+from routepack_opt.residency.cache.controller import ORDERS, control
+from routepack_opt.residency.cache.events import event_trace
+from routepack_opt.residency.traces.route_trace import RouteTrace
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,8 +13,8 @@ from trace_files import HEADER, NAMES, ROWS, random_trace, write
 
 from routepack_opt.errors import InvalidInput
 from routepack_opt.residency import POLICIES, read_route_csv, replay_cache
-from routepack_opt.residency.cache_events import event_trace
-from routepack_opt.residency.cache_replay import replay_order
+from routepack_opt.residency.cache.events import event_trace
+from routepack_opt.residency.cache.replay import replay_order
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency import comparison_summary as summary
-from routepack_opt.residency import package_file
-from routepack_opt.residency.comparison import Comparison, run_comparison
-from routepack_opt.residency.comparison_case import TRACES, Case, Record, _Bench, bound_key, run_case, settings_of
-from routepack_opt.residency.comparison_sweeps import BUDGET, COLD, MAIN, Variation, tables_of
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.policy_registry import OURS, REGISTRY, STATIC, find_policies
+from routepack_opt.residency.comparison import summary as summary
+from routepack_opt.residency.comparison.case import TRACES, Case, Record, _Bench, bound_key, run_case, settings_of
+from routepack_opt.residency.comparison.run import Comparison, run_comparison
+from routepack_opt.residency.comparison.sweeps import BUDGET, COLD, MAIN, Variation, tables_of
+from routepack_opt.residency.control.policy_registry import OURS, REGISTRY, STATIC, find_policies
+from routepack_opt.residency.machine import package_file
+from routepack_opt.residency.machine.package import Package
 
 SMALL = Comparison(
     models=("deepseek-v3",), phases=("decode",), policies=(STATIC, "hydra", "fixed-our-map", OURS), windows=6,

@@ -9,11 +9,11 @@ import pytest
 
 from routepack_opt.report.residency import residency_page
 from routepack_opt.report.residency_text import findings
-from routepack_opt.residency import comparison_summary as summary
-from routepack_opt.residency.comparison import Comparison
-from routepack_opt.residency.comparison_sweeps import ABLATION, BUDGET, MAIN
-from routepack_opt.residency.paper_figures import figures, order_sentence
-from routepack_opt.residency.policy_registry import OURS, STATIC
+from routepack_opt.residency.comparison import summary as summary
+from routepack_opt.residency.comparison.paper_figures import figures, order_sentence
+from routepack_opt.residency.comparison.run import Comparison
+from routepack_opt.residency.comparison.sweeps import ABLATION, BUDGET, MAIN
+from routepack_opt.residency.control.policy_registry import OURS, STATIC
 
 Record = dict[str, Any]
 COMPARISON = Comparison(models=("deepseek-v3",), phases=("prefill",), policies=(STATIC, "hydra", OURS))

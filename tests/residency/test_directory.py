@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency.directory import NO_OP, Directory, Edit
-from routepack_opt.residency.layout import Layout, Replica
-from routepack_opt.residency.legality import legal_targets
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.scene import build_scene, scene_of
+from routepack_opt.residency.control.legality import legal_targets
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import build_scene, scene_of
+from routepack_opt.residency.simulator.directory import NO_OP, Directory, Edit
+from routepack_opt.residency.simulator.layout import Layout, Replica
 
 EVERY = [(layer, expert, 2, expert) for layer in range(2) for expert in range(6)]
 SCENE = scene_of(Package.load("paper"), num_layers=2, num_experts=6, top_k=2, expert_bytes=20.0 * 2**20)

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from routepack_opt.residency.balance_map import balance_map
+from routepack_opt.residency.control.run_windows import run_policy
+from routepack_opt.residency.control.start_layout import popularity_layout
 from routepack_opt.residency.dqn import candidate_kernels as kernels
 from routepack_opt.residency.dqn.candidates import FEATURES, KINDS, CandidateMaker, warmup
 from routepack_opt.residency.dqn.reward import Reward
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.run_windows import run_policy
-from routepack_opt.residency.scene import scene_of
-from routepack_opt.residency.stage import StageModel
-from routepack_opt.residency.start_layout import popularity_layout
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import scene_of
+from routepack_opt.residency.mapping.balance_map import balance_map
+from routepack_opt.residency.simulator.stage import StageModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,11 +9,11 @@ import pytest
 from naive_stage import random_demand, random_layout
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency.energy import other_seconds
-from routepack_opt.residency.mapping import MapWeights
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.scene import build_scene
-from routepack_opt.residency.simulate_window import WindowSimulator, simulate
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import build_scene
+from routepack_opt.residency.mapping.mapping import MapWeights
+from routepack_opt.residency.simulator.energy import other_seconds
+from routepack_opt.residency.simulator.simulate_window import WindowSimulator, simulate
 
 SCENE = build_scene("paper", "deepseek-moe-16b", num_layers=3)
 

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_stage import random_demand, random_layout
 
-from routepack_opt.residency.event import EventModel
-from routepack_opt.residency.layout import Layout
-from routepack_opt.residency.mapping import RULES, assign
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.scene import Scene, scene_of
-from routepack_opt.residency.stage import MigrationTraffic, StageModel
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import Scene, scene_of
+from routepack_opt.residency.mapping.mapping import RULES, assign
+from routepack_opt.residency.simulator.event import EventModel
+from routepack_opt.residency.simulator.layout import Layout
+from routepack_opt.residency.simulator.stage import MigrationTraffic, StageModel
 
 SCENES = {
     name: scene_of(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency.generator import (
+from routepack_opt.residency.traces.generator import (
     CALIBRATIONS,
     V2_LITE,
     V3,

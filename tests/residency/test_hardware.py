@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency.hardware import Hardware
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.package_file import PRESETS, parse_package
+from routepack_opt.residency.machine.hardware import Hardware
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.package_file import PRESETS, parse_package
 
 SMALL = """
 name = "small"

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from naive_stage import random_layout
 
 from routepack_opt.errors import Infeasible, InvalidInput
-from routepack_opt.residency.layout import Layout, Replica
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.scene import scene_of
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import scene_of
+from routepack_opt.residency.simulator.layout import Layout, Replica
 
 EVERY = [(layer, expert, 1, expert) for layer in range(2) for expert in range(6)]
 SCENE = scene_of(Package.load("paper"), num_layers=2, num_experts=6, top_k=2, expert_bytes=20.0 * 2**20)

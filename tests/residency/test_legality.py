@@ -6,13 +6,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routepack_opt.residency.directory import Directory
-from routepack_opt.residency.edits import addition, eviction, move
-from routepack_opt.residency.layout import Replica
-from routepack_opt.residency.legality import legal_targets, may_leave
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.scene import scene_of
-from routepack_opt.residency.start_layout import popularity_layout
+from routepack_opt.residency.control.edits import addition, eviction, move
+from routepack_opt.residency.control.legality import legal_targets, may_leave
+from routepack_opt.residency.control.start_layout import popularity_layout
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import scene_of
+from routepack_opt.residency.simulator.directory import Directory
+from routepack_opt.residency.simulator.layout import Replica
 
 SCENE = scene_of(
     Package.load("paper"), num_layers=2, num_experts=6, top_k=2, expert_bytes=30 * 2**20, budget_copies=1.6

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from routepack_opt.residency.directory import Directory
-from routepack_opt.residency.hotness import Hotness
-from routepack_opt.residency.look_ahead_plan import ADD, EVICT, MOVE, Draft, Planner
-from routepack_opt.residency.observation import PolicyView
-from routepack_opt.residency.package import Package
+from routepack_opt.residency.control.hotness import Hotness
+from routepack_opt.residency.control.look_ahead_plan import ADD, EVICT, MOVE, Draft, Planner
+from routepack_opt.residency.control.observation import PolicyView
+from routepack_opt.residency.control.run_windows import run_policy
+from routepack_opt.residency.control.start_layout import popularity_layout
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import Scene, scene_of
 from routepack_opt.residency.policies.look_ahead import LookAhead, Signals
-from routepack_opt.residency.run_windows import run_policy
-from routepack_opt.residency.scene import Scene, scene_of
-from routepack_opt.residency.simulate_window import WindowSimulator
-from routepack_opt.residency.start_layout import popularity_layout
+from routepack_opt.residency.simulator.directory import Directory
+from routepack_opt.residency.simulator.simulate_window import WindowSimulator
 
 
 def make_scene(copies: float = 1.3, size: float = 2**21) -> Scene:

@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routepack_opt.residency.balance_map import balance_map
-from routepack_opt.residency.layout import Layout
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.scene import Scene, scene_of
-from routepack_opt.residency.simulate_window import WindowSimulator
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import Scene, scene_of
+from routepack_opt.residency.mapping.balance_map import balance_map
+from routepack_opt.residency.simulator.layout import Layout
+from routepack_opt.residency.simulator.simulate_window import WindowSimulator
 
 
 def peak_of(simulator: WindowSimulator, layout: Layout, demand: np.ndarray, slots: np.ndarray) -> float:

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_stage import random_demand, random_layout
 
-from routepack_opt.residency.directory import Directory, Edit
-from routepack_opt.residency.layout import Layout, Replica
-from routepack_opt.residency.migration import Migrator
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.scene import scene_of
-from routepack_opt.residency.simulate_window import WindowSimulator
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import scene_of
+from routepack_opt.residency.simulator.directory import Directory, Edit
+from routepack_opt.residency.simulator.layout import Layout, Replica
+from routepack_opt.residency.simulator.migration import Migrator
+from routepack_opt.residency.simulator.simulate_window import WindowSimulator
 
 SCENE = scene_of(Package.load("paper"), num_layers=2, num_experts=6, top_k=2, expert_bytes=20.0 * 2**20)
 EVERY = [(layer, expert, 2, expert) for layer in range(2) for expert in range(6)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency.moe_models import PAPER_MODELS, moe_model
+from routepack_opt.residency.machine.moe_models import PAPER_MODELS, moe_model
 
 # published totals and active weights in billions; embeddings and the language head are outside our count
 SIZES = {

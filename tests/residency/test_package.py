@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import routepack_opt.residency.package_file as package_file
+import routepack_opt.residency.machine.package_file as package_file
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency.package import Package
+from routepack_opt.residency.machine.package import Package
 
 PAPER = Path(package_file.__file__).parent.joinpath("presets", "paper.toml").read_text()
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from routepack_opt.residency.package import Package
+from routepack_opt.residency.control.run_windows import PolicyRun, run_policy, start_of
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import scene_of
 from routepack_opt.residency.policies.clairvoyant import Clairvoyant
 from routepack_opt.residency.policies.fixed_replicas import FixedReplicas
 from routepack_opt.residency.policies.hydra import Hydra
@@ -17,13 +19,11 @@ from routepack_opt.residency.policies.lru import Lru
 from routepack_opt.residency.policies.moentwine import MoEntwine
 from routepack_opt.residency.policies.pimoe import Pimoe
 from routepack_opt.residency.policies.static import Static
-from routepack_opt.residency.run_windows import PolicyRun, run_policy, start_of
-from routepack_opt.residency.scene import scene_of
-from routepack_opt.residency.windows import Workload, synthetic_workload
+from routepack_opt.residency.traces.windows import Workload, synthetic_workload
 
 if TYPE_CHECKING:
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.observation import Policy
+    from routepack_opt.residency.control.observation import Policy
+    from routepack_opt.residency.simulator.layout import Layout
 
 SCENE = scene_of(
     Package.load("paper"), num_layers=3, num_experts=32, top_k=4, expert_bytes=2**20 * 2, budget_copies=1.3

@@ -15,13 +15,13 @@ from routepack_opt.errors import Infeasible, InvalidInput
 from routepack_opt.models import residency_bounds as floors
 from routepack_opt.models.residency import layout_bound
 from routepack_opt.models.residency_choice import Options, choice_bound
-from routepack_opt.residency.layout import Layout
-from routepack_opt.residency.mapping import RULES, MapWeights, assign
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.package_file import parse_package
-from routepack_opt.residency.scene import Scene, scene_of
-from routepack_opt.residency.stage import StageModel
-from routepack_opt.residency.start_layout import popularity_layout
+from routepack_opt.residency.control.start_layout import popularity_layout
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.package_file import parse_package
+from routepack_opt.residency.machine.scene import Scene, scene_of
+from routepack_opt.residency.mapping.mapping import RULES, MapWeights, assign
+from routepack_opt.residency.simulator.layout import Layout
+from routepack_opt.residency.simulator.stage import StageModel
 
 MIB = 2**20
 SCENES = {

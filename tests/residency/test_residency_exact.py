@@ -17,11 +17,11 @@ from routepack_opt.errors import InvalidInput
 from routepack_opt.models.residency import layout_bound
 from routepack_opt.models.residency_exact import ENGINES, solve_window_exact
 from routepack_opt.models.residency_fixed import assignment_bound
-from routepack_opt.residency.layout import Layout
-from routepack_opt.residency.mapping import RULES, assign
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.scene import Scene, scene_of
-from routepack_opt.residency.stage import StageModel
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import Scene, scene_of
+from routepack_opt.residency.mapping.mapping import RULES, assign
+from routepack_opt.residency.simulator.layout import Layout
+from routepack_opt.residency.simulator.stage import StageModel
 
 MIB = 2**20
 # Two chiplets that share a small fast memory and a large slow one behind a router; arithmetic and streaming balanced.
@@ -208,8 +208,8 @@ def test_nothing_to_do_takes_no_time(folder: Path) -> None:
 
 def test_report_of_policies_is_never_below_the_bounds() -> None:
     from routepack_opt.models.residency_gaps import bound_report
-    from routepack_opt.residency.policy_registry import find_policies
-    from routepack_opt.residency.windows import synthetic_workload
+    from routepack_opt.residency.control.policy_registry import find_policies
+    from routepack_opt.residency.traces.windows import synthetic_workload
 
     scene = scene_of(Package.load("paper"), num_layers=2, num_experts=8, top_k=2, expert_bytes=30.0 * MIB)
     workload = synthetic_workload(

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency.directory import Edit
-from routepack_opt.residency.edits import addition
-from routepack_opt.residency.hotness import Hotness
-from routepack_opt.residency.package import Package
+from routepack_opt.residency.control.edits import addition
+from routepack_opt.residency.control.hotness import Hotness
+from routepack_opt.residency.control.run_windows import run_policy, start_of, tokens_by_tier, warmup
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import Scene, scene_of
 from routepack_opt.residency.policies.fixed_replicas import FixedReplicas
 from routepack_opt.residency.policies.static import Static
-from routepack_opt.residency.run_windows import run_policy, start_of, tokens_by_tier, warmup
-from routepack_opt.residency.scene import Scene, scene_of
-from routepack_opt.residency.windows import synthetic_workload
+from routepack_opt.residency.simulator.directory import Edit
+from routepack_opt.residency.traces.windows import synthetic_workload
 
 if TYPE_CHECKING:
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.observation import PolicyView
+    from routepack_opt.residency.control.observation import PolicyView
+    from routepack_opt.residency.simulator.layout import Layout
 
 SCENE = scene_of(
     Package.load("paper"), num_layers=2, num_experts=16, top_k=2, expert_bytes=4 * 2**20, budget_copies=1.5

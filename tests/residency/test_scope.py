@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency.moe_models import PAPER_MODELS, MoeModel
-from routepack_opt.residency.package_file import parse_package
-from routepack_opt.residency.scene import build_scene, scene_of
-from routepack_opt.residency.scope import experts_held
+from routepack_opt.residency.machine.moe_models import PAPER_MODELS, MoeModel
+from routepack_opt.residency.machine.package_file import parse_package
+from routepack_opt.residency.machine.scene import build_scene, scene_of
+from routepack_opt.residency.machine.scope import experts_held
 
 if TYPE_CHECKING:
-    from routepack_opt.residency.package import Package
+    from routepack_opt.residency.machine.package import Package
 
 TINY = """
 name = "tiny"

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_stage import naive_stages, random_demand, random_layout
 
-from routepack_opt.residency.mapping import FAST, RULES, assign
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.scene import Scene, build_scene, scene_of
-from routepack_opt.residency.stage import MigrationTraffic, StageModel
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import Scene, build_scene, scene_of
+from routepack_opt.residency.mapping.mapping import FAST, RULES, assign
+from routepack_opt.residency.simulator.stage import MigrationTraffic, StageModel
 
 SCENES = {
     name: scene_of(

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.scene import Scene, scene_of
-from routepack_opt.residency.start_layout import LOCATIONS, layer_quota, popularity_layout, replicate
+from routepack_opt.residency.control.start_layout import LOCATIONS, layer_quota, popularity_layout, replicate
+from routepack_opt.residency.machine.package import Package
+from routepack_opt.residency.machine.scene import Scene, scene_of
 
 
 def make_scene(num_layers: int = 2, num_experts: int = 32, size: float = 8 * 2**20, copies: float = 1.3) -> Scene:

@@ -11,7 +11,7 @@ from trace_files import random_trace
 
 from routepack_opt.errors import InvalidInput
 from routepack_opt.residency import read_trace, synthetic_workload, trace_from_routes, trace_workload
-from routepack_opt.residency.windows import count_window
+from routepack_opt.residency.traces.windows import count_window
 
 if TYPE_CHECKING:
     from pathlib import Path

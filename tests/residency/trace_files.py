@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.residency.route_trace import RouteTrace
+from routepack_opt.residency.traces.route_trace import RouteTrace
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from routepack_opt.residency.balance_kernels import balance_layer, power8, serve_expert, split_expert
-from routepack_opt.residency.stage_kernels import kernel
+from routepack_opt.residency.mapping.balance_kernels import balance_layer, power8, serve_expert, split_expert
+from routepack_opt.residency.simulator.stage_kernels import kernel
 
 PROMOTE, RETAIN, DEMOTE, EVICT = 1, 2, 3, 4  # kinds; 0 is no-op
 MAX_EXPERTS = 6  # that press the layer's busiest chiplets and regions

@@ -7,19 +7,19 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.residency.balance_map import SWEEPS, WEIGHTS
-from routepack_opt.residency.directory import NO_OP, Edit
+from routepack_opt.residency.control.edits import addition, eviction, move
+from routepack_opt.residency.control.hotness import SCALE
 from routepack_opt.residency.dqn import candidate_kernels as kernels
-from routepack_opt.residency.edits import addition, eviction, move
-from routepack_opt.residency.hotness import SCALE
-from routepack_opt.residency.layout import Replica
-from routepack_opt.residency.stage import stage_tables
+from routepack_opt.residency.mapping.balance_map import SWEEPS, WEIGHTS
+from routepack_opt.residency.simulator.directory import NO_OP, Edit
+from routepack_opt.residency.simulator.layout import Replica
+from routepack_opt.residency.simulator.stage import stage_tables
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.observation import PolicyView
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.control.observation import PolicyView
+    from routepack_opt.residency.machine.scene import Scene
 
 KINDS = ("no-op", "promote", "retain", "demote", "evict")
 # Columns of a candidate's features: kind, what the kernel measures, then the window it stands in.
@@ -198,8 +198,8 @@ class CandidateMaker:
 
 def warmup() -> None:
     """Compile (or load from the cache) the kernels."""
-    from routepack_opt.residency.package import Package
-    from routepack_opt.residency.scene import scene_of
+    from routepack_opt.residency.machine.package import Package
+    from routepack_opt.residency.machine.scene import scene_of
 
     scene = scene_of(Package.load("paper"), num_layers=1, num_experts=2, top_k=1, expert_bytes=1024.0)
     maker, floats = CandidateMaker(scene), np.zeros(2)

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from routepack_opt.errors import InvalidInput
-from routepack_opt.residency.scene import build_scene
-from routepack_opt.residency.start_layout import popularity_layout
-from routepack_opt.residency.windows import synthetic_workload, trace_workload
+from routepack_opt.residency.control.start_layout import popularity_layout
+from routepack_opt.residency.machine.scene import build_scene
+from routepack_opt.residency.traces.windows import synthetic_workload, trace_workload
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from routepack_opt.residency.dqn.settings import Settings, WorkloadSettings
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.package import Package
-    from routepack_opt.residency.route_trace import RouteTrace
-    from routepack_opt.residency.scene import Scene
-    from routepack_opt.residency.windows import Phase
+    from routepack_opt.residency.machine.package import Package
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.simulator.layout import Layout
+    from routepack_opt.residency.traces.route_trace import RouteTrace
+    from routepack_opt.residency.traces.windows import Phase
 
 _PROFILE_WINDOWS = 8
 
@@ -81,7 +81,7 @@ def load_ground(package: Package, work: WorkloadSettings, seed: int) -> Ground:
 
 def _read_trace(work: WorkloadSettings, scene: Scene) -> RouteTrace:
     """The trace, refused when it is of another model."""
-    from routepack_opt.residency.token_trace import read_trace
+    from routepack_opt.residency.traces.token_trace import read_trace
 
     trace = read_trace(work.trace, num_experts=scene.num_experts, expert_bytes=int(scene.expert_bytes[0]))
     if (trace.num_experts, trace.top_k) != (scene.num_experts, scene.top_k):

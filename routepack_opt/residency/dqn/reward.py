@@ -6,21 +6,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.residency import balance_kernels, stage_kernels
-from routepack_opt.residency.balance_map import SWEEPS, WEIGHTS
 from routepack_opt.residency.dqn import candidate_kernels as kernels
-from routepack_opt.residency.layout import Replica
-from routepack_opt.residency.stage import STAGES, StageModel
+from routepack_opt.residency.mapping import balance_kernels
+from routepack_opt.residency.mapping.balance_map import SWEEPS, WEIGHTS
+from routepack_opt.residency.simulator import stage_kernels
+from routepack_opt.residency.simulator.layout import Replica
+from routepack_opt.residency.simulator.stage import STAGES, StageModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.directory import Edit
+    from routepack_opt.residency.control.observation import PolicyView
     from routepack_opt.residency.dqn.candidates import Candidates
-    from routepack_opt.residency.observation import PolicyView
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.simulator.directory import Edit
 
 SCALE = 10.0  # rewards are in tenths of a mean layer's time: an edit changes one layer of L
 

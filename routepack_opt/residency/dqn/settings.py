@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from routepack_opt.errors import FormatError, InvalidInput
 from routepack_opt.files import read_text
-from routepack_opt.residency.moe_models import PAPER_MODELS
+from routepack_opt.residency.machine.moe_models import PAPER_MODELS
 
 if TYPE_CHECKING:
     import os

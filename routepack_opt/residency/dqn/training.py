@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from routepack_opt.residency.control.run_windows import run_policy
 from routepack_opt.residency.dqn import candidate_kernels as kernels
 from routepack_opt.residency.dqn.candidates import CandidateMaker
 from routepack_opt.residency.dqn.episodes import draw_episode, load_ground
 from routepack_opt.residency.dqn.network import QNetwork, one_thread
 from routepack_opt.residency.dqn.replay import ReplayMemory, Transition
 from routepack_opt.residency.dqn.reward import Reward
-from routepack_opt.residency.package import Package
-from routepack_opt.residency.run_windows import run_policy
+from routepack_opt.residency.machine.package import Package
 
 if TYPE_CHECKING:
     import threading
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.directory import Edit
+    from routepack_opt.residency.control.observation import PolicyView
     from routepack_opt.residency.dqn.candidates import Candidates
     from routepack_opt.residency.dqn.episodes import Episode
     from routepack_opt.residency.dqn.replay import Batch
     from routepack_opt.residency.dqn.settings import Settings
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.observation import PolicyView
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.simulator.directory import Edit
+    from routepack_opt.residency.simulator.layout import Layout
 
 logger = logging.getLogger(__name__)
 _CURVE_POINTS = 50

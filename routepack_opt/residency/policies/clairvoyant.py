@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.residency.hotness import Hotness
+from routepack_opt.residency.control.hotness import Hotness
 from routepack_opt.residency.policies.look_ahead import LookAhead
 
 if TYPE_CHECKING:
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.directory import Edit
-    from routepack_opt.residency.observation import PolicyView
-    from routepack_opt.residency.windows import Workload
+    from routepack_opt.residency.control.observation import PolicyView
+    from routepack_opt.residency.simulator.directory import Edit
+    from routepack_opt.residency.traces.windows import Workload
 
 
 @dataclass

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from routepack_opt.residency.start_layout import Location, replicate
+from routepack_opt.residency.control.start_layout import Location, replicate
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.directory import Edit
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.mapping import MapWeights
-    from routepack_opt.residency.observation import PolicyView
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.control.observation import PolicyView
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.mapping.mapping import MapWeights
+    from routepack_opt.residency.simulator.directory import Edit
+    from routepack_opt.residency.simulator.layout import Layout
 
 
 @dataclass
@@ -25,7 +25,7 @@ class FixedReplicas:
     Parameters
     ----------
     location
-        See :func:`~routepack_opt.residency.start_layout.popularity_layout`.
+        See :func:`~routepack_opt.residency.control.start_layout.popularity_layout`.
     mapping
         Rule that picks a replica.
     """

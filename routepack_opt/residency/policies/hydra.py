@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.residency.edits import move
-from routepack_opt.residency.layer_book import LayerBook
-from routepack_opt.residency.legality import legal_targets, may_leave
+from routepack_opt.residency.control.edits import move
+from routepack_opt.residency.control.layer_book import LayerBook
+from routepack_opt.residency.control.legality import legal_targets, may_leave
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.directory import Edit
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.observation import PolicyView
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.control.observation import PolicyView
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.simulator.directory import Edit
+    from routepack_opt.residency.simulator.layout import Layout
 
 
 @dataclass

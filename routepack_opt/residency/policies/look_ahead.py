@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from routepack_opt.residency.balance_map import SWEEPS, balance_map
-from routepack_opt.residency.look_ahead_plan import ADD, EVICT, MOVE, Draft, LayerPlan, Planner, Step
+from routepack_opt.residency.control.look_ahead_plan import ADD, EVICT, MOVE, Draft, LayerPlan, Planner, Step
+from routepack_opt.residency.mapping.balance_map import SWEEPS, balance_map
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.directory import Edit
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.observation import PolicyView
-    from routepack_opt.residency.scene import Scene
-    from routepack_opt.residency.stage_kernels import StageTables
+    from routepack_opt.residency.control.observation import PolicyView
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.simulator.directory import Edit
+    from routepack_opt.residency.simulator.layout import Layout
+    from routepack_opt.residency.simulator.stage_kernels import StageTables
 
 
 @dataclass(frozen=True)

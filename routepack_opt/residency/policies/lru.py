@@ -12,7 +12,7 @@ from routepack_opt.residency.policies.cached_replicas import CachedReplicas
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.observation import PolicyView
+    from routepack_opt.residency.control.observation import PolicyView
 
 
 @dataclass

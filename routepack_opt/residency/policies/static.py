@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from routepack_opt.residency.directory import Edit
-    from routepack_opt.residency.layout import Layout
-    from routepack_opt.residency.observation import PolicyView
-    from routepack_opt.residency.scene import Scene
+    from routepack_opt.residency.control.observation import PolicyView
+    from routepack_opt.residency.machine.scene import Scene
+    from routepack_opt.residency.simulator.directory import Edit
+    from routepack_opt.residency.simulator.layout import Layout
 
 
 @dataclass

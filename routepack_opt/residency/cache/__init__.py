@@ -1,0 +1,1 @@
+"""Expert caches replayed on recorded routes."""

@@ -1,0 +1,1 @@
+"""Models x phases x policies on equal terms, beside the paper."""

@@ -1,0 +1,1 @@
+"""One decision window on a package: layouts, copies under way, stage and event level, energy."""

@@ -1,0 +1,1 @@
+"""Recorded routes and synthetic windows."""
