@@ -16,7 +16,7 @@ from trace_files import HEADER, NAMES, ROWS, write
 from routepack_opt.cli import main
 
 SMALL = ("compare", "--models", "deepseek-v3", "--phases", "decode", "--windows", "4", "--jobs", "1", "--bounds", "1",
-         "--data", "nowhere", "-q")  # fmt: skip
+         "--data", ".", "-q")  # fmt: skip
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -154,3 +154,16 @@ def test_cache_counts_stay_with_a_package(tmp_path: Path, capsys: pytest.Capture
     assert {k: both[k] for k in keys} == {k: plain[k] for k in keys}
     assert both["latency_s"] > 0 and both["energy_j"] > 0 and both["package_run"]["accesses"] > 0
     assert "lru" in run(capsys, *wanted, "--package", "paper", "--windows", "2")[1]
+
+
+@pytest.mark.parametrize("command", ["compare", "bound"])
+def test_a_data_folder_that_is_not_there_gave_synthetic_workloads(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    missing = str(tmp_path / "none")
+    sizes = {
+        "compare": ("--models", "deepseek-v3", "-o", str(tmp_path)),
+        "bound": ("--model", "deepseek-v3", "--phase", "decode"),
+    }
+    code, out, err = run(capsys, command, *sizes[command], "--data", missing)
+    assert code == 4 and out == "" and err.count("\n") == 1 and missing in err

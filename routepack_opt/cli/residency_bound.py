@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Build, bound, run, print."""
     from routepack_opt.models.residency_gaps import bound_report
-    from routepack_opt.residency.comparison.case import Case, workload_of
+    from routepack_opt.residency.comparison.case import Case, checked_folder, workload_of
     from routepack_opt.residency.control.policy_registry import REGISTRY, find_policies
     from routepack_opt.residency.machine.scene import build_scene
 
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     entries = find_policies(names)
     scene = build_scene(options.package, options.model, num_layers=options.layers, budget_copies=options.budget_copies)
     total = -(-options.windows * 10 // 9)  # the first tenth is the profile, as in compare
-    workload = workload_of(Case(options.model, options.phase, options.seed), scene, total, options.data)
+    workload = workload_of(Case(options.model, options.phase, options.seed), scene, total, checked_folder(options.data))
     first = len(workload) - options.windows
     quiet = options.quiet or options.json
     report = bound_report(

@@ -111,6 +111,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _comparison(options: argparse.Namespace) -> Comparison:
+    from routepack_opt.residency.comparison.case import checked_folder
     from routepack_opt.residency.comparison.run import Comparison
     from routepack_opt.residency.control.policy_registry import REGISTRY, default_policies
     from routepack_opt.residency.machine.moe_models import PAPER_MODELS
@@ -130,7 +131,7 @@ def _comparison(options: argparse.Namespace) -> Comparison:
         levels=LEVELS[options.level],  # type: ignore[arg-type]
         sweeps=options.sweeps,
         bounds=options.bounds,
-        data=options.data,
+        data=checked_folder(options.data),
     )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from routepack_opt.errors import RoutePackError
+from routepack_opt.errors import InvalidInput, RoutePackError
 from routepack_opt.residency.comparison.sweeps import MAIN, Table, Variation, tables_of
 from routepack_opt.residency.control.policy_registry import REGISTRY
 from routepack_opt.residency.control.run_windows import PolicyRun, run_policy
@@ -294,6 +294,19 @@ def data_folder() -> Path:
     """Where recorded traces are looked for: ROUTEPACK_DATA, or shared/data beside the checkout."""
     named = os.environ.get("ROUTEPACK_DATA")
     return Path(named) if named else Path(__file__).resolve().parents[4] / "shared" / "data"
+
+
+def checked_folder(data: str | None) -> str | None:
+    """``data``, which a user named; None is the default folder, which may be missing.
+
+    Raises
+    ------
+    InvalidInput
+        No such folder: its workloads would quietly be synthetic.
+    """
+    if data is not None and not Path(data).is_dir():
+        raise InvalidInput(f"--data: {data!r} is no folder; expected the one that holds routes/")
+    return data
 
 
 def trace_files(model: str, data: str | None) -> list[Path]:
