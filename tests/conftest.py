@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ def find_data() -> Path | None:
 
 
 def pytest_configure() -> None:
-    """Drop kernels compiled before the newest kernel source.
+    """Drop kernels compiled before the newest kernel source; let tests interrupt what they start.
 
     numba keys its cache by the file a kernel stands in and does not see that a function it calls, in another file, has
     changed: tests would pass on code that is gone.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a background job of a plain shell; its children inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     package = Path(__file__).resolve().parents[1] / "routepack_opt"
     sources = [path for path in package.rglob("*.py") if "njit" in path.read_text("utf-8")]
     newest = max(path.stat().st_mtime for path in sources)
