@@ -23,7 +23,7 @@ COMMANDS = {
     "certify": "proved row counts of many windows, offline and resumable",
     "compare": "the same windows under several methods: gaps, times, plots",
     "train": "GRPO of a MoE model on several processes, every step planned",
-    "residency": "which experts stay in fast memory: traces through caches",
+    "residency": "hot experts in inference packages: caches, policies, bounds, comparison",
     "replay": "step time of a plan from its kernels, measured on one device",
     "calibrate": "cost weights and step-time terms from measured kernels",
     "simulate": "step time on a cluster nobody here has, from measured or published rates",

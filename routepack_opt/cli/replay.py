@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from routepack_opt.cli.arguments import integer, number
 from routepack_opt.cli.output import check_output, plural, print_json, table
+from routepack_opt.cli.step_table import step_lines
 
 if TYPE_CHECKING:
     import argparse
@@ -246,12 +247,9 @@ def _print(
         f" ({shape.name})\n"
     )
     times, tokens = result.step_times, int(window.lengths.sum())
-    lines = [["", *(t.name for t in times)], ["rows", *(str(len(t.attention_s)) for t in times)]]
-    lines.append(["step, seconds", *(f"{t.step_s:.4f}" for t in times)])
-    lines.append(["tokens a second", *(f"{tokens / t.step_s:,.0f}" if t.step_s > 0 else "" for t in times)])
-    if len(times) > 1:
-        changes = [f"{100 * (times[0].step_s / t.step_s - 1):+.2f}%" if t.step_s > 0 else "" for t in times[1:]]
-        lines.append([f"throughput vs {times[0].name}", "", *changes])
+    lines = step_lines(
+        "", [t.name for t in times], [len(t.attention_s) for t in times], [t.step_s for t in times], tokens
+    )  # fmt: skip
     for shard in range(max(t.attention_s.shape[1] for t in times)):
         for name in ("attention", "experts"):
             parts = [getattr(t, f"{name}_s") for t in times]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from routepack_opt.cli.arguments import integer, number
 from routepack_opt.cli.output import print_json, table
 from routepack_opt.cli.replay import PAPER, add_shape_arguments, resolve_shape
+from routepack_opt.cli.step_table import step_lines
 
 if TYPE_CHECKING:
     import argparse
@@ -205,12 +206,13 @@ def _print(
         f" expert width {shape.expert_width} ({shape.name})\n"
     )
     tokens = int(window.lengths.sum())
-    lines = [["simulated", *(r.name for r in results)], ["rows", *(str(len(r.attention_s)) for r in results)]]
-    lines.append(["step, seconds", *(f"{r.step_s:.4f}" for r in results)])
-    lines.append(["tokens a second", *(f"{tokens / r.step_s:,.0f}" if r.step_s > 0 else "" for r in results)])
-    if len(results) > 1:
-        changes = [f"{100 * (results[0].step_s / r.step_s - 1):+.2f}%" if r.step_s > 0 else "" for r in results[1:]]
-        lines.append([f"throughput vs {results[0].name}", "", *changes])
+    lines = step_lines(
+        "simulated",
+        [r.name for r in results],
+        [len(r.attention_s) for r in results],
+        [r.step_s for r in results],
+        tokens,
+    )
     for shard in range(max(r.attention_s.shape[1] for r in results)):
         for title, name in (("attention", "attention_s"), ("experts", "experts_s"), ("all-to-all", "exchange_s")):
             parts = [getattr(r, name) for r in results]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class CachedReplicas:
+class CachedReplicas(ABC):
     """Base of LRU and LFU: ``rank`` says which expert deserves a replica.
 
     Layers bound by streaming are left alone: replacing replicas there made both worse than a single copy.
@@ -46,9 +47,9 @@ class CachedReplicas:
         """The start layout: its replicas are the first cached ones."""
         return start_layout
 
+    @abstractmethod
     def rank(self, view: PolicyView, layer: int) -> NDArray[np.float64]:
         """[E] more for experts that deserve a replica more."""
-        raise NotImplementedError
 
     def decide(self, view: PolicyView) -> list[Edit]:
         """Replacements, layer by layer: out go those that rank last, in come those that rank first."""
